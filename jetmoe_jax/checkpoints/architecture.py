@@ -1,0 +1,107 @@
+"""The model that a state dict belongs to, read from its tensors' names and shapes."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.vit import ViT
+
+HEAD_WIDTH = 64  # every ViT of the paper, DeiT and DINOv2 has heads of this width
+
+# CaiT's initial value for up to 18 blocks; it matters only where a layer scale is made afresh.
+LAYER_SCALE_INIT = 0.1
+
+_UNSUPPORTED = {
+    r'dist_token|head_dist': 'a distillation token',
+    r'relative_position|rel_pos': 'a relative position bias',
+    r'\.gamma_1$|\.gamma_2$': "BEiT's layer scale",
+    r'^layers\.\d+\.': 'window attention or another family of model',
+    r'mlp\.w12|mlp\.fc1_g|mlp\.gate': 'a gated MLP (SwiGLU)',
+    r'attn\.q_bias|attn\.q_proj': 'separate query, key and value weights',
+    r'^stages\.|^stem\.': 'a ConvNeXt',
+}
+
+
+def infer_model(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> ViT:
+    """The ViT of a timm- or MoE Jetpack-named state dict, with fresh attributes where it cannot say.
+
+    Args:
+      tensors: the state dict.
+      source: its name in error messages.
+      **given: attributes of ViT that the caller knows (num_heads, pool, image_size, ...); they win.
+
+    Raises:
+      UserError: the state dict is not that of a ViT in a supported variant.
+    """
+    for pattern, what in _UNSUPPORTED.items():
+        for name in tensors:
+            if re.search(pattern, name):
+                raise UserError(f'{source} has {what} (tensor {name}), which is not supported.')
+    shape = {name: np.shape(value) for name, value in tensors.items()}
+    for name in ('patch_embed.proj.weight', 'pos_embed', 'blocks.0.attn.qkv.weight'):
+        if name not in shape:
+            raise UserError(
+                f'{source} is not a ViT in timm names: it has no tensor {name} '
+                f'(its first is {next(iter(tensors), "absent")}).'
+            )
+    width, _, patch_size, _ = shape['patch_embed.proj.weight']
+    depth = 1 + max(int(m[1]) for name in shape if (m := re.match(r'blocks\.(\d+)\.', name)))
+    moe_blocks = tuple(i for i in range(depth) if f'blocks.{i}.mlp.phi' in shape)
+    if 'blocks.0.mlp.fc1.weight' in shape:
+        hidden = shape['blocks.0.mlp.fc1.weight'][0]
+    else:
+        hidden = next((v[1] for n, v in shape.items() if n.endswith('core_experts.vit_fc1.weight')), 0)
+    if not hidden:
+        raise UserError(f'{source} has no tensor blocks.0.mlp.fc1.weight, and no core experts.')
+
+    attributes = dict(
+        patch_size=patch_size,
+        width=width,
+        depth=depth,
+        num_heads=max(width // HEAD_WIDTH, 1),
+        mlp_ratio=hidden / width,
+        num_classes=shape['head.weight'][0] if 'head.weight' in shape else 0,
+        pool='avg' if 'fc_norm.weight' in shape else 'token',
+        class_token='cls_token' in shape,
+        reg_tokens=shape['reg_token'][1] if 'reg_token' in shape else 0,
+        layer_scale=LAYER_SCALE_INIT if 'blocks.0.ls1.gamma' in shape else None,
+        qk_norm='blocks.0.attn.q_norm.weight' in shape,
+        pre_norm='norm_pre.weight' in shape,
+        moe_blocks=moe_blocks,
+        moe=_infer_moe(shape, moe_blocks[0]) if moe_blocks else None,
+    )
+    if not attributes['class_token']:
+        attributes['pool'] = 'avg'
+    prefix = attributes['class_token'] + attributes['reg_tokens']
+    rows = shape['pos_embed'][1]
+    # Only a grid that is square without the prefix rows tells the two conventions apart.
+    attributes['no_embed_class'] = prefix > 0 and not _square(rows - prefix) and _square(rows)
+    grid = rows if attributes['no_embed_class'] else rows - prefix
+    if _square(grid):
+        attributes['image_size'] = round(grid**0.5) * patch_size
+    elif 'image_size' not in given:
+        raise UserError(
+            f'{source}: pos_embed has {rows} rows, which is no square grid; give the image_size.'
+        )
+    return ViT(**(attributes | given))
+
+
+def _infer_moe(shape: Mapping[str, tuple[int, ...]], block: int) -> dict[str, Any]:
+    prefix = f'blocks.{block}.mlp.'
+    core = shape.get(prefix + 'core_experts.vit_fc1.weight', (0, 0, 0))
+    universal = shape.get(prefix + 'univ_experts.vit_fc1.weight', (0, 0, 0))
+    return dict(
+        core_experts=core[0],
+        universal_experts=universal[0],
+        universal_factor=universal[1] / core[1] if core[1] and universal[1] else 0.25,
+        slots_per_expert=shape[prefix + 'phi'][1],
+        query_norm=prefix + 'slot_norm.weight' in shape,
+        projections=prefix + 'phi_key_proj.gamma' in shape,
+    )
+
+
+def _square(n: int) -> bool:
+    return n > 0 and round(n**0.5) ** 2 == n

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: routers, experts and entmax; nothing about images, blocks or devices."""

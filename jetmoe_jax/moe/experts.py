@@ -1,0 +1,33 @@
+"""Experts: MLPs with weights of their own, as one vmapped module, each reading its own slots."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jetmoe_jax.moe.mlp import Dtype, Mlp
+
+# Logical axes of slots (b e s d): with images split over all devices, and with experts split over
+# the expert axis. Going from one to the other is an all-to-all of slots; weights stay where they
+# are. training/sharding.py says which mesh axes the names stand for; without a mesh they are inert.
+BY_IMAGE = ('batch', None, None, None)
+BY_EXPERT = ('expert_batch', 'expert', None, None)
+
+
+class Experts(nn.Module):
+    """Expert i applied to its slots: (b e s d) -> (b e s d). Kernels (e d h) and (e h d)."""
+
+    hidden: int
+    dropout: float = 0.0
+    dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, slots: jax.Array, train: bool = False) -> jax.Array:
+        mlp = nn.vmap(
+            Mlp,
+            in_axes=(1, None),
+            out_axes=1,
+            variable_axes={'params': 0},
+            split_rngs={'params': True, 'dropout': True},
+        )(self.hidden, self.dropout, self.dtype, name='mlp')
+        slots = nn.with_logical_constraint(slots, BY_EXPERT)
+        return nn.with_logical_constraint(mlp(slots, train), BY_IMAGE)

@@ -1,0 +1,163 @@
+"""SpheroMoE: soft routing on the hypersphere, with two paths of experts (MoE Jetpack, NeurIPS 2024).
+
+Letters: b images, n tokens, d channels, e experts (core ones first, then universal), s slots per
+expert.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jetmoe_jax.errors import UserError
+from jetmoe_jax.moe.entmax import entmax15
+from jetmoe_jax.moe.experts import Experts
+from jetmoe_jax.moe.mlp import Dtype
+
+COMBINE: dict[str, Callable] = {'softmax': jax.nn.softmax, 'entmax15': entmax15}
+EXPERT_DROPOUT_MODES = ('expert', 'sample')
+
+# The layer's two published settings: what the released code trains, and what the paper describes.
+SETTINGS = {
+    'released': dict(
+        temperature=0.5,
+        combine='entmax15',
+        projections=False,
+        expert_dropout_mode='sample',
+        expert_dropout=0.1,
+        dropout=0.4,
+    ),
+    'paper': dict(
+        temperature=1.5,
+        combine='softmax',
+        projections=True,
+        expert_dropout_mode='expert',
+        expert_dropout=0.1,
+        dropout=0.4,
+    ),
+}
+
+
+def l2norm(x: jax.Array) -> jax.Array:
+    """x / (|x| + 1e-6) over the last axis, in float32; its gradient is finite at x = 0."""
+    x = x.astype(jnp.float32)
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    return x / (jnp.sqrt(jnp.maximum(square, 1e-30)) + 1e-6)
+
+
+class ScaleShift(nn.Module):
+    """alpha * x + beta, a scale and a shift for each channel."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        alpha = self.param('scale', nn.initializers.ones, (x.shape[-1],))
+        beta = self.param('bias', nn.initializers.zeros, (x.shape[-1],))
+        return alpha * x + beta
+
+
+class SpheroMoE(nn.Module):
+    """The SpheroMoE layer: X (b n d) -> (b n d), in place of a block's MLP.
+
+    Attributes:
+      core_experts: number of experts of hidden width `hidden`.
+      universal_experts: number of experts of hidden width `hidden * universal_factor`.
+      hidden: hidden neurons of a core expert; 4 d when None.
+      slots_per_expert: slots (input rows) of each expert.
+      temperature: initial value of both elements of T.
+      combine: 'softmax' or 'entmax15', the function f of the combine weights.
+      projections: scale and shift the tokens (key) and the slot queries before they are normalised.
+      query_norm: LayerNorm on the slot queries.
+      noise: noise N(0, 1) / e on both softmaxes' inputs in training.
+      expert_dropout: rate at which whole experts are dropped in training.
+      expert_dropout_mode: 'expert', a draw for each image and expert, or 'sample', one for each image.
+      dropout: dropout rate inside the experts.
+
+    Random keys in training: 'noise' and 'dropout'.
+    """
+
+    core_experts: int
+    universal_experts: int
+    universal_factor: float = 0.25
+    hidden: int | None = None
+    slots_per_expert: int = 1
+    temperature: float = 0.5
+    combine: str = 'entmax15'
+    projections: bool = False
+    query_norm: bool = True
+    noise: bool = True
+    expert_dropout: float = 0.0
+    expert_dropout_mode: str = 'sample'
+    dropout: float = 0.0
+    dtype: Dtype = jnp.float32
+
+    def path_widths(self, d: int) -> dict[str, tuple[int, int]]:
+        """(experts, hidden width) of each path that has experts, in the order of their slots."""
+        hidden = self.hidden or 4 * d
+        paths = {
+            'core_experts': (self.core_experts, hidden),
+            'universal_experts': (self.universal_experts, int(hidden * self.universal_factor)),
+        }
+        return {name: path for name, path in paths.items() if path[0]}
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        self._check()
+        d = x.shape[-1]
+        paths = self.path_widths(d)
+        e, s = sum(count for count, _ in paths.values()), self.slots_per_expert
+        phi = self.param('phi', _orthogonal_rows, (e, s, d))
+        T = self.param('temperature', nn.initializers.constant(self.temperature), (2,))
+
+        key, query = x.astype(jnp.float32), phi
+        if self.projections:
+            key = ScaleShift(name='key_projection')(key)
+            query = ScaleShift(name='query_projection')(query)
+        if self.query_norm:
+            query = nn.LayerNorm(epsilon=1e-5, name='query_norm')(query)
+        K, Q = l2norm(key), l2norm(query)
+
+        L = jnp.einsum('bnd,esd->bnes', K, Q)
+        noise = 0.0
+        if train and self.noise:
+            noise = jax.random.normal(self.make_rng('noise'), L.shape) / e
+        D = jax.nn.softmax(L / T[0] + noise, axis=1)
+        C = COMBINE[self.combine](L / T[1] + noise, axis=(2, 3))
+
+        D, C = D.astype(self.dtype), C.astype(self.dtype)
+        slots = jnp.einsum('bnd,bnes->besd', x, D)
+        Y, first = [], 0
+        for name, (count, hidden) in paths.items():
+            experts = Experts(hidden, self.dropout, self.dtype, name=name)
+            Y.append(experts(slots[:, first : first + count], train))
+            first += count
+        Y = self._drop_experts(jnp.concatenate(Y, axis=1), train)
+        return jnp.einsum('besd,bnes->bnd', Y, C)
+
+    def _drop_experts(self, Y: jax.Array, train: bool) -> jax.Array:
+        """Zeroes whole experts, or an image's whole output; what is kept is scaled by 1/(1-p)."""
+        kept_axes = (0, 1) if self.expert_dropout_mode == 'expert' else (0,)
+        broadcast = tuple(axis for axis in range(4) if axis not in kept_axes)
+        return nn.Dropout(self.expert_dropout, broadcast, deterministic=not train)(Y)
+
+    def _check(self) -> None:
+        if self.combine not in COMBINE:
+            raise UserError(f'combine is {self.combine!r}; use one of {", ".join(COMBINE)}.')
+        if self.expert_dropout_mode not in EXPERT_DROPOUT_MODES:
+            raise UserError(
+                f'expert_dropout_mode is {self.expert_dropout_mode!r}; '
+                f'use one of {", ".join(EXPERT_DROPOUT_MODES)}.'
+            )
+        if self.core_experts < 0 or self.universal_experts < 0 or self.slots_per_expert < 1:
+            raise UserError(
+                f'{self.core_experts} core experts, {self.universal_experts} universal experts and '
+                f'{self.slots_per_expert} slots: give counts of at least 0, 0 and 1.'
+            )
+        if self.core_experts + self.universal_experts == 0:
+            raise UserError('core_experts and universal_experts are both 0; give one a count.')
+
+
+def _orthogonal_rows(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+    """Orthogonal initialisation of phi (e s d) as an e x (s d) matrix."""
+    e, s, d = shape
+    return nn.initializers.orthogonal()(key, (e, s * d)).reshape(shape)
