@@ -26,7 +26,7 @@ _UNSUPPORTED = {
 
 
 def infer_model(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> ViT:
-    """The ViT of a timm- or MoE Jetpack-named state dict, with fresh attributes where it cannot say.
+    """The ViT that a timm- or MoE Jetpack-named state dict belongs to.
 
     Args:
       tensors: the state dict.
@@ -53,7 +53,9 @@ def infer_model(tensors: Mapping[str, np.ndarray], source: str, **given: Any) ->
     if 'blocks.0.mlp.fc1.weight' in shape:
         hidden = shape['blocks.0.mlp.fc1.weight'][0]
     else:
-        hidden = next((v[1] for n, v in shape.items() if n.endswith('core_experts.vit_fc1.weight')), 0)
+        hidden = next(
+            (v[1] for n, v in shape.items() if n.endswith('core_experts.vit_fc1.weight')), 0
+        )
     if not hidden:
         raise UserError(f'{source} has no tensor blocks.0.mlp.fc1.weight, and no core experts.')
 
@@ -86,6 +88,8 @@ def infer_model(tensors: Mapping[str, np.ndarray], source: str, **given: Any) ->
         raise UserError(
             f'{source}: pos_embed has {rows} rows, which is no square grid; give the image_size.'
         )
+    if 'moe' in given and attributes['moe'] is not None:
+        given['moe'] = attributes['moe'] | dict(given['moe'])
     return ViT(**(attributes | given))
 
 

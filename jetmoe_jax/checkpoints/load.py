@@ -49,6 +49,8 @@ class Checkpoint:
     report: LoadReport
     mean: tuple[float, ...] = IMAGENET['mean']
     std: tuple[float, ...] = IMAGENET['std']
+    crop_fraction: float = 0.875
+    class_names: tuple[str, ...] = ()
 
 
 def load_checkpoint(
@@ -67,14 +69,17 @@ def load_checkpoint(
     """
     state = read_state_dict(path)
     hints = dict(state.hints)
-    mean = tuple(hints.pop('mean', IMAGENET['mean']))
-    std = tuple(hints.pop('std', IMAGENET['std']))
+    preprocessing = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name in ('mean', 'std', 'crop_fraction', 'class_names')
+        if (value := hints.pop(name, None)) is not None
+    }
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in (hints | given).items()}
     model = infer_model(state.tensors, state.path, **given)
     if num_classes is not None and num_classes != model.num_classes:
         model = model.clone(num_classes=num_classes)
     params, report = fit(model, state, seed=seed)
-    return Checkpoint(model, params, report, mean, std)
+    return Checkpoint(model, params, report, **preprocessing)
 
 
 def fit(model: ViT, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, LoadReport]:
@@ -114,7 +119,7 @@ def fit(model: ViT, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, Loa
                 f'{state.path}: tensor {name} {tensors[name].shape} has no place in the model '
                 f'({len(tensors)} such tensors); only plain ViTs and V-JetMoE are read here.'
             )
-    params |= {path: np.asarray(v) for path, v in init_params(model, seed, report.fresh).items()}
+    params |= init_params(model, seed, report.fresh)
     return params, report
 
 

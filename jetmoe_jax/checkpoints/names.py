@@ -1,7 +1,7 @@
 """Names and layouts: our parameter paths <-> timm's (dense ViT) and MoE Jetpack's (MoE blocks).
 
-timm keeps linear weights as (out, in) and convolutions as (out, in, height, width); the released MoE
-Jetpack files stack experts in front of that. This table is the only place that knows.
+timm keeps linear weights as (out, in) and convolutions as (out, in, height, width); the released
+MoE Jetpack files stack experts in front of that. This table is the only place that knows.
 """
 
 import re

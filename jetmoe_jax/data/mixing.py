@@ -1,9 +1,8 @@
 """What happens to a batch on the device, inside the jitted train step: pure functions of a key.
 
-b images, k classes; images are NHWC. The numbers do not depend on how the batch is sharded.
+b images, k classes; images are NHWC. How a batch is sharded changes nothing but the rounding.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -41,17 +40,10 @@ def random_erase(rng: jax.Array, images: jax.Array, probability: float) -> jax.A
         The images, same shape and type; the noise is N(0, 1) per pixel and channel.
     """
     b, height, width, _ = images.shape
-    keys = jax.random.split(rng, 6)
-    draws = (b, ERASE_ATTEMPTS)
-    area = (
-        height
-        * width
-        * jax.random.uniform(keys[0], draws, minval=ERASE_AREA[0], maxval=ERASE_AREA[1])
-    )
-    log_aspect = jax.random.uniform(
-        keys[1], draws, minval=math.log(ERASE_ASPECT[0]), maxval=math.log(ERASE_ASPECT[1])
-    )
-    aspect = jnp.exp(log_aspect)
+    shape_key, place_key, noise_key = jax.random.split(rng, 3)
+    area, aspect = jax.random.uniform(shape_key, (2, b, ERASE_ATTEMPTS))
+    area = height * width * (ERASE_AREA[0] + area * (ERASE_AREA[1] - ERASE_AREA[0]))
+    aspect = ERASE_ASPECT[0] * (ERASE_ASPECT[1] / ERASE_ASPECT[0]) ** aspect
     box_heights = jnp.round(jnp.sqrt(area * aspect))
     box_widths = jnp.round(jnp.sqrt(area / aspect))
     fits = (box_heights < height) & (box_widths < width)
@@ -59,14 +51,15 @@ def random_erase(rng: jax.Array, images: jax.Array, probability: float) -> jax.A
     box_height = jnp.take_along_axis(box_heights, first, axis=1)
     box_width = jnp.take_along_axis(box_widths, first, axis=1)
 
-    top = jnp.floor(jax.random.uniform(keys[2], (b, 1)) * (height - box_height + 1))
-    left = jnp.floor(jax.random.uniform(keys[3], (b, 1)) * (width - box_width + 1))
-    chosen = jax.random.bernoulli(keys[4], probability, (b, 1)) & fits.any(axis=1, keepdims=True)
+    top, left, chance = jax.random.uniform(place_key, (3, b, 1))
+    top = jnp.floor(top * (height - box_height + 1))
+    left = jnp.floor(left * (width - box_width + 1))
+    chosen = (chance < probability) & fits.any(axis=1, keepdims=True)
     y, x = jnp.arange(height), jnp.arange(width)
     rows = (y >= top) & (y < top + box_height) & chosen
     columns = (x >= left) & (x < left + box_width)
     erased = rows[:, :, None, None] & columns[:, None, :, None]
-    noise = jax.random.normal(keys[5], images.shape, images.dtype)
+    noise = jax.random.normal(noise_key, images.shape, images.dtype)
     return jnp.where(erased, noise, images)
 
 
@@ -98,44 +91,30 @@ def mixup_cutmix(
     """
     if mixup_alpha <= 0 and cutmix_alpha <= 0:
         return images, labels
-    switch_key, mixup_key, cutmix_key = jax.random.split(rng, 3)
-    shape = images.shape[1:3]
-    # Both are a weight per pixel; the label's weight is its mean.
-    if cutmix_alpha <= 0:
-        weights, kept = _mixup_weights(mixup_key, shape, mixup_alpha)
-    elif mixup_alpha <= 0:
-        weights, kept = _cutmix_weights(cutmix_key, shape, cutmix_alpha)
+    if mixup_alpha > 0 and cutmix_alpha > 0:
+        cutmix_probability = switch_probability
     else:
-        use_cutmix = jax.random.bernoulli(switch_key, switch_probability)
-        cutmix = _cutmix_weights(cutmix_key, shape, cutmix_alpha)
-        mixup = _mixup_weights(mixup_key, shape, mixup_alpha)
-        weights, kept = (jnp.where(use_cutmix, c, m) for c, m in zip(cutmix, mixup, strict=True))
-    return _blend(images, weights[:, :, None]), _blend(labels, kept)
+        cutmix_probability = float(cutmix_alpha > 0)
+    switch_key, beta_key, box_key = jax.random.split(rng, 3)
+    use_cutmix = jax.random.bernoulli(switch_key, cutmix_probability)
+    alpha = jnp.where(use_cutmix, cutmix_alpha, mixup_alpha)
+    lam = jax.random.beta(beta_key, alpha, alpha)
+    # Both are a weight per pixel of the image against its partner; the label's weight is its mean.
+    outside = 1.0 - _cutmix_box(box_key, images.shape[1:3], lam)
+    pixel_weights = jnp.where(use_cutmix, outside, lam)
+    label_weight = jnp.where(use_cutmix, outside.mean(), lam)
+    return _blend(images, pixel_weights[:, :, None]), _blend(labels, label_weight)
 
 
-def _mixup_weights(
-    rng: jax.Array, shape: tuple[int, int], alpha: float
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the image's weight per pixel (H, W), and its mean."""
-    kept = jax.random.beta(rng, alpha, alpha)
-    return jnp.full(shape, kept), kept
-
-
-def _cutmix_weights(
-    rng: jax.Array, shape: tuple[int, int], alpha: float
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the image's weight per pixel (H, W), 0 in the box and 1 outside, and its mean."""
-    beta_key, y_key, x_key = jax.random.split(rng, 3)
-    side = jnp.sqrt(1 - jax.random.beta(beta_key, alpha, alpha))
-    height, width = shape
-    half_height, half_width = jnp.floor(height * side) // 2, jnp.floor(width * side) // 2
-    centre_y = jax.random.randint(y_key, (), 0, height)
-    centre_x = jax.random.randint(x_key, (), 0, width)
-    y, x = jnp.arange(height)[:, None], jnp.arange(width)
-    rows = (y >= centre_y - half_height) & (y < centre_y + half_height)
-    columns = (x >= centre_x - half_width) & (x < centre_x + half_width)
-    weights = jnp.where(rows & columns, 0.0, 1.0)
-    return weights, weights.mean()
+def _cutmix_box(rng: jax.Array, shape: tuple[int, int], lam: jax.Array) -> jax.Array:
+    """Draws a box of about 1 - lam of the area: bool (H, W), clipped where it sticks out."""
+    size = jnp.array(shape)
+    half = jnp.floor(size * jnp.sqrt(1 - lam)) // 2
+    centre = jax.random.randint(rng, (2,), 0, size)
+    y, x = (jnp.arange(length) for length in shape)
+    rows = (y >= centre[0] - half[0]) & (y < centre[0] + half[0])
+    columns = (x >= centre[1] - half[1]) & (x < centre[1] + half[1])
+    return rows[:, None] & columns
 
 
 def _blend(values: jax.Array, weights: jax.Array) -> jax.Array:

@@ -153,8 +153,26 @@ def read_image(path: str | os.PathLike) -> np.ndarray:
         raise UserError(_unreadable(path, error)) from error
 
 
-def check_images(source: Source) -> None:
-    """Decodes every file of a folder source, to fail before long work rather than in its midst.
+def find_images(path: str | os.PathLike) -> list[str]:
+    """Returns the image files that `path` names: itself, or those in a folder and its subfolders.
+
+    Raises:
+        UserError: there is nothing at `path`, or no image below it.
+    """
+    path = pathlib.Path(path)
+    if path.is_file():
+        return [str(path)]
+    if not path.is_dir():
+        raise UserError(f'there is no image or folder {path}.')
+    folders = [path, *sorted(folder for folder in path.rglob('*') if folder.is_dir())]
+    images = [image for folder in folders for image in _image_files(folder)]
+    if not images:
+        raise UserError(f'the folder {path} holds no images ({" ".join(_EXTENSIONS)}).')
+    return images
+
+
+def check_images(paths: Sequence[str]) -> None:
+    """Decodes every file, to fail before long work rather than in its midst.
 
     A truncated JPEG has a faultless header, so headers alone would not do; JPEGs are decoded at an
     eighth of their size, which reads all of the file in a fraction of the time.
@@ -162,9 +180,9 @@ def check_images(source: Source) -> None:
     Raises:
         UserError: some image is unreadable; the message names the first, and says how many.
     """
-    bad = _find_unreadable(getattr(source, 'paths', ()))
+    bad = _find_unreadable(paths)
     if bad:
-        more = f' ({len(bad)} of {len(source)} images are unreadable)' if len(bad) > 1 else ''
+        more = f' ({len(bad)} of {len(paths)} images are unreadable)' if len(bad) > 1 else ''
         raise UserError(next(iter(bad.values())) + more)
 
 

@@ -20,7 +20,7 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops a residual branch for whole images in training (stochastic depth, Huang et al. 2016)."""
+    """Drops a residual branch for whole images in training (Huang et al. 2016)."""
 
     rate: float
 

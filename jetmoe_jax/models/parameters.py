@@ -1,4 +1,4 @@
-"""Parameters as flat dicts, {'blocks_3/attn/qkv/kernel': array}: their shapes and initial values."""
+"""Parameters as flat dicts, {'blocks_3/attn/qkv/kernel': array}: shapes and initial values."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 FlatParams = dict[str, Any]
@@ -35,14 +36,20 @@ def init_params(model: nn.Module, seed: int, only: Collection[str] | None = None
     """Initial values of all parameters, or of the paths in `only`, from a seed.
 
     A path's value does not depend on which others are asked for: compiled as one function, the
-    draws that nobody asked for are never made.
+    draws that nobody asked for are never made. It runs on the CPU whatever else there is, so that
+    the values are the same everywhere, and hardly optimised: compiling costs more than running.
     """
+    if only is not None and not only:
+        return {}
 
     def init(key: jax.Array) -> FlatParams:
         flat = flatten(_init(model)(key))
         return flat if only is None else {path: flat[path] for path in only}
 
-    return jax.jit(init)(jax.random.key(seed))
+    cpu = jax.local_devices(backend='cpu')[0]
+    with jax.default_device(cpu):
+        init = jax.jit(init, compiler_options={'xla_backend_optimization_level': 0})
+        return jax.tree.map(np.asarray, init(jax.random.key(seed)))
 
 
 def _init(model: nn.Module) -> Callable[[jax.Array], Any]:

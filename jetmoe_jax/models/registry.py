@@ -51,4 +51,6 @@ def model_spec(model: ViT) -> dict[str, Any]:
 def from_spec(spec: Mapping[str, Any], **overrides: Any) -> ViT:
     """The model of a `model_spec`."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.items()}
+    if overrides.get('moe') and values['moe']:
+        overrides['moe'] = values['moe'] | dict(overrides['moe'])
     return ViT(**(values | overrides))

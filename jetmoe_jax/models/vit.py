@@ -64,7 +64,9 @@ class Block(nn.Module):
         if self.moe is None:
             y = Mlp(self.mlp_hidden, self.dropout, self.dtype, name='mlp')(y, train)
         else:
-            y = SpheroMoE(hidden=self.mlp_hidden, dtype=self.dtype, name='moe', **self.moe)(y, train)
+            y = SpheroMoE(hidden=self.mlp_hidden, dtype=self.dtype, name='moe', **self.moe)(
+                y, train
+            )
         x = x + self._residual(y, 'ls2', train)
         self.sow('intermediates', 'output', x)
         return x
@@ -80,8 +82,8 @@ class ViT(nn.Module):
 
     Attributes:
       image_size: pixels, one number or (height, width).
-      pool: 'token', the class token after the final `norm`; or 'avg', the mean over the patch tokens,
-        followed by `fc_norm`.
+      pool: 'token', the class token after the final `norm`; or 'avg', the mean over the patch
+        tokens, followed by `fc_norm`.
       reg_tokens: number of register tokens (Darcet et al. 2024).
       no_embed_class: the position embedding has no rows for the class token and the registers.
       layer_scale: initial value of the layer scales; None for none.
@@ -183,7 +185,7 @@ class ViT(nn.Module):
         return Dense(self.num_classes, name='head')(x)
 
     def _patch_embed(self, images: jax.Array) -> jax.Array:
-        """Images -> (b n d): a p x p convolution of stride p, as a product over flattened patches."""
+        """Images -> (b n d): a p x p convolution of stride p, as a product of patches."""
         b, p, (rows, columns) = images.shape[0], self.patch_size, self.grid
         patches = images.reshape(b, rows, p, columns, p, 3).transpose(0, 1, 3, 2, 4, 5)
         patches = patches.reshape(b, rows * columns, p * p * 3)

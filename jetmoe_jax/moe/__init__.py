@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: routers, experts and entmax; nothing about images, blocks or devices."""
+"""Mixture-of-experts layers: routers, experts and entmax; nothing of images, blocks or devices."""

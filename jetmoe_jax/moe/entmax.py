@@ -9,18 +9,15 @@ import math
 import jax
 import jax.numpy as jnp
 
-Axis = int | tuple[int, ...]
 
-
-def entmax15(z: jax.Array, axis: Axis = -1) -> jax.Array:
+def entmax15(z: jax.Array, axis: int | tuple[int, ...] = -1) -> jax.Array:
     """Maps scores to a sparse distribution: alpha-entmax with alpha = 1.5.
 
         p = max(z / 2 - tau, 0)^2    with tau such that sum(p) = 1
 
     The threshold is found without sorting, by Newton's iteration on ||max(z / 2 - tau, 0)|| = 1.
     A norm of convex functions is convex, so the iteration climbs to tau from the left and never
-    overshoots; its number of steps grows with the logarithm of the row's size and makes p exact to
-    float32 rounding.
+    overshoots. A fixed number of steps, more for longer rows, makes p exact to float32 rounding.
 
     Args:
       z: scores of any shape and float dtype. An entry of -inf gets p = 0 and gradient 0; as for the
@@ -30,18 +27,22 @@ def entmax15(z: jax.Array, axis: Axis = -1) -> jax.Array:
     Returns:
       p, of the shape of z, in float32 whatever the dtype of z.
     """
-    return _entmax15(z.astype(jnp.float32), axis)
+    if isinstance(axis, int):
+        return _entmax15(z.astype(jnp.float32), axis)
+    # As one axis: XLA reduces several slowly on a CPU, above all when one of them has size 1.
+    last = tuple(range(-len(axis), 0))
+    z = jnp.moveaxis(z, axis, last)
+    p = entmax15(z.reshape(*z.shape[: -len(axis)], -1))
+    return jnp.moveaxis(p.reshape(z.shape), last, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _entmax15(z: jax.Array, axis: Axis) -> jax.Array:
-    axes = (axis,) if isinstance(axis, int) else axis
-    size = math.prod(z.shape[a] for a in axes)
+def _entmax15(z: jax.Array, axis: int) -> jax.Array:
     x = (z - jnp.max(z, axis, keepdims=True)) / 2
 
     # The largest x is 0 and max(0 - tau, 0)^2 <= 1, so tau is never below -1.
     tau = -1.0
-    for _ in range(_newton_steps(size) - 1):
+    for _ in range(_newton_steps(z.shape[axis]) - 1):
         tau = tau + _newton_step(jnp.maximum(x - tau, 0), axis)
 
     # The last step is taken on the root itself: small roots keep the digits that tau cannot hold.
@@ -51,22 +52,26 @@ def _entmax15(z: jax.Array, axis: Axis) -> jax.Array:
 
 
 def _newton_steps(size: int) -> int:
-    """Steps after which the worst rows found by search, of `size` entries, have converged."""
+    """Steps for rows of `size` entries.
+
+    Enough for any usual row to converge to float32 rounding; the worst row that a search over row
+    shapes found, up to 10,000 entries, is then within 5e-6 of its largest p.
+    """
     return 4 + round(math.log10(size))
 
 
-def _newton_step(root: jax.Array, axis: Axis) -> jax.Array:
-    """-g / g' of g(tau) = ||root|| - 1, where root = max(x - tau, 0) and g' = -sum(root) / ||root||."""
+def _newton_step(root: jax.Array, axis: int) -> jax.Array:
+    """-g / g' of g(tau) = ||root|| - 1, with root = max(x - tau, 0), g' = -sum(root) / ||root||."""
     square = jnp.sum(root**2, axis, keepdims=True)
     return (square - jnp.sqrt(square)) / jnp.sum(root, axis, keepdims=True)
 
 
-def _forward(z: jax.Array, axis: Axis) -> tuple[jax.Array, jax.Array]:
+def _forward(z: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     p = _entmax15(z, axis)
     return p, p
 
 
-def _backward(axis: Axis, p: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+def _backward(axis: int, p: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     """With s = sqrt(p) and cotangent c: grad z = s * (c - sum(s * c) / sum(s))."""
     s = jnp.sqrt(p)
     mean = jnp.sum(s * cotangent, axis, keepdims=True) / jnp.sum(s, axis, keepdims=True)

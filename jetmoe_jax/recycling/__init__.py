@@ -1,1 +1,1 @@
-"""Checkpoint recycling (MoE Jetpack, section 3.1): a MoE model's weights out of dense checkpoints."""
+"""Checkpoint recycling (MoE Jetpack, section 3.1): a MoE's weights out of dense checkpoints."""

@@ -1,7 +1,7 @@
 """Index selection: which of a predecessor's units (channels or neurons) a successor takes.
 
-Every function returns sorted indices and is pure; draws come from a counter-based generator, so that
-the same seed gives the same sets on any machine and device count.
+Every function returns sorted indices and is pure; draws come from a counter-based generator, so
+that the same seed gives the same sets on any machine and device count.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def uniform_indices(size: int, k: int) -> np.ndarray:
 
 
 def weight_selection_indices(size: int, k: int) -> np.ndarray:
-    """Every (size/k)-th from 0 if k divides size, else uniform (Xu et al., ICLR 2024): (k,) int64."""
+    """Every (size/k)-th if k divides size, else uniform (Xu et al., ICLR 2024): (k,) int64."""
     _check(size, k)
     return np.arange(0, size, size // k) if size % k == 0 else uniform_indices(size, k)
 
@@ -40,9 +40,9 @@ def sampled_indices(
 ) -> np.ndarray:
     """k units without replacement, with probability proportional to importance: (draws, k) int64.
 
-    Drawing one after the other, each time among what is left, is the same as taking the k smallest of
-    independent exponential variables with rates `importance` (Efraimidis and Spirakis, 2006). Units
-    of zero importance come last, in random order.
+    Drawing one after the other, each time among what is left, is the same as taking the k smallest
+    of independent exponential variables with rates `importance` (Efraimidis and Spirakis, 2006).
+    Units of zero importance come last, in random order.
 
     Args:
       importance: (size,), finite and not negative.

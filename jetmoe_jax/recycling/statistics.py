@@ -27,7 +27,7 @@ METRICS = ('L1', 'L2', 'active')
 class Statistics:
     """Mean statistics over groups of images; `values[position][metric]` is (blocks, units) float64.
 
-    L1 and L2 are norms, and `active` counts values above zero, over the images and tokens of a group.
+    L1 and L2 are norms, `active` counts values above zero, over the images and tokens of a group.
     """
 
     values: Mapping[str, Mapping[str, np.ndarray]]
@@ -91,7 +91,7 @@ def collect_statistics(
         if len(images) % group:
             raise UserError(f'a batch of {len(images)} images is not a multiple of group {group}.')
         for position, value in measure(images, mask).items():
-            # Batches are added up in float64 on the host: float32 sums of 30,000 images would drift.
+            # Added up in float64 on the host: float32 sums of 30,000 images would drift.
             totals[position] = totals[position] + np.asarray(value, np.float64)
         images_seen += int(np.sum(mask))
         groups += int(np.sum(np.reshape(mask, (-1, group)).any(axis=1)))

@@ -1,10 +1,10 @@
 """Recycling: dense checkpoints -> the parameters of a MoE model, and the record of their origin.
 
-`recycle` is a pure function of (checkpoints, statistics, seed). It works on flat parameters in NumPy.
+`recycle` is a pure function of (checkpoints, statistics, seed), on flat parameters in NumPy.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,9 +32,9 @@ CHANNELS, NEURONS, ATTENTION = 0, 1, 2  # streams of random numbers within a blo
 class Record:
     """Where the successor's values came from.
 
-    `channels[block][path]` and `neurons[block][path]` are (experts, units): the predecessor's indices
-    behind every expert of a path ('core_experts' or 'universal_experts'). `origin` tells it in words
-    for every other parameter.
+    `channels[block][path]` and `neurons[block][path]` are (experts, units): the predecessor's
+    indices behind every expert of a path ('core_experts' or 'universal_experts'). `origin` tells it
+    in words for every other parameter.
     """
 
     origin: dict[str, str] = field(default_factory=dict)
@@ -73,10 +73,10 @@ def recycle(
     Args:
       successor: a ViT with SpheroMoE blocks.
       predecessor: the dense model that the experts are taken from.
-      same_size: a dense model of the successor's width; gives all that is not an expert. Without it
-        the predecessor does, by the strategy `non_experts`.
-      strategy: 'importance' samples an expert's channels and neurons with probability proportional to
-        their mean L2 norm; 'uniform' takes evenly spaced ones, the same for every expert.
+      same_size: a dense model of the successor's width; gives all that is not an expert. Without
+        it the predecessor does, by the strategy `non_experts`.
+      strategy: 'importance' samples an expert's channels and neurons with probability proportional
+        to their mean L2 norm; 'uniform' takes evenly spaced ones, the same for every expert.
       statistics: of the predecessor; needed where a strategy is 'importance'.
       seed: of the draws and of what is made fresh (router and head).
 
@@ -118,9 +118,33 @@ def recycle(
         params |= _recycle_experts(
             successor, predecessor, block, strategy, statistics, seed, record
         )
-    params |= {path: np.asarray(v) for path, v in init_params(successor, seed, fresh).items()}
+    params |= init_params(successor, seed, fresh)
     record.origin |= dict.fromkeys(fresh, 'fresh')
     return {path: params[path] for path in shapes}, record
+
+
+# What a successor takes over from the checkpoint that gives its non-expert weights.
+_INHERITED = (
+    'image_size',
+    'patch_size',
+    'mlp_ratio',
+    'class_token',
+    'reg_tokens',
+    'no_embed_class',
+    'layer_scale',
+    'qk_norm',
+    'pre_norm',
+)
+
+
+def inherit(successor: ViT, donor: ViT, given: Collection[str] = ()) -> ViT:
+    """The successor with the variant of its donor: patch size, registers, layer scale and so on.
+
+    Args:
+      given: attributes that were asked for and stay.
+    """
+    names = _INHERITED + (('num_heads',) if donor.width == successor.width else ())
+    return successor.clone(**{name: getattr(donor, name) for name in names if name not in given})
 
 
 @dataclass(frozen=True)
@@ -170,7 +194,7 @@ def select_by_dimension(path: str, value: np.ndarray, shape: tuple[int, ...]) ->
 
 
 def select_by_sets(path: str, value: np.ndarray, sets: DenseSets) -> np.ndarray:
-    """One dense parameter reduced to index sets; the rows of qkv are the attention set three times."""
+    """One dense parameter reduced to index sets; qkv takes the attention set three times."""
     block, _, module = path.partition('/')
     if not block.startswith('blocks_') or module.split('/')[0] in ('norm1', 'norm2', 'ls1', 'ls2'):
         return value[..., sets.channels]
@@ -185,7 +209,9 @@ def select_by_sets(path: str, value: np.ndarray, sets: DenseSets) -> np.ndarray:
         'mlp/fc2': (neurons, channels),
     }
     layer, _, leaf = module.rpartition('/')
-    if layer not in in_and_out:  # q_norm and k_norm are as wide as a head, whatever the model's width
+    if (
+        layer not in in_and_out
+    ):  # q_norm and k_norm are as wide as a head, whatever the model's width
         return value
     into, out = in_and_out[layer]
     return value[np.ix_(into, out)] if leaf == 'kernel' else value[out]

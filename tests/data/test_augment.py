@@ -72,10 +72,22 @@ def test_brightness_factor_is_a_tenth_or_1_9_at_level_ten():
     np.testing.assert_array_equal(apply(image, 'Brightness', 10.0, 1.0)[0, 0], (190, 95, 255))
 
 
-def test_color_towards_zero_is_nearly_grey():
-    result = apply(Image.new('RGB', (5, 3), (100, 50, 200)), 'Color', 10.0, -1.0)[0, 0]
+def test_color_and_contrast_shrink_to_a_tenth_about_each_pixels_grey_and_the_mean_grey():
+    image = Image.new('RGB', (6, 4), (100, 50, 200))
+    image.paste((20, 40, 60), (0, 0, 3, 4))
+    values, grey = np.asarray(image), np.asarray(image.convert('L'))[:, :, None]
 
-    assert np.ptp(result) == pytest.approx(0.1 * 150, abs=1)
+    for name, centre in (('Color', grey), ('Contrast', grey.mean())):
+        expected = centre + 0.1 * (values - 1.0 * centre)
+        np.testing.assert_allclose(apply(image, name, 10.0, -1.0), expected, atol=1.01)
+
+
+def test_sharpness_smooths_or_sharpens_and_keeps_the_mean(image):
+    values = np.asarray(image)
+    smooth, sharp = (apply(image, 'Sharpness', 9.0, sign) for sign in (-1.0, 1.0))
+
+    assert smooth.std() < values.std() < sharp.std()
+    assert smooth.mean() == pytest.approx(values.mean(), abs=2)
 
 
 @pytest.mark.parametrize('name, axis', [('TranslateX', 1), ('TranslateY', 0)])

@@ -80,13 +80,9 @@ def test_state_resumes_exactly_with_threads_and_with_worker_processes(source):
 
     with_workers = train(source, workers=2)
     with_workers.set_state(state)
-    assert_same(take(with_workers, 2), rest[:2])
-    state = json.loads(json.dumps(with_workers.get_state()))
+    assert_same(take(with_workers, 4), rest)
+    assert with_workers.get_state() == batches.get_state()
     with_workers.close()
-    resumed = train(source, workers=2)
-    resumed.set_state(state)
-    assert_same(take(resumed, 2), rest[2:])
-    resumed.close()
 
 
 def test_hosts_share_the_global_batch(source, monkeypatch):

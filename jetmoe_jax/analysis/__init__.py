@@ -1,0 +1,1 @@
+"""Analysis: what a model costs, and pictures of how runs went."""

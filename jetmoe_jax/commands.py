@@ -1,0 +1,74 @@
+"""What the commands share: one clear line and exit code 1 on a user's mistake."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags
+from absl import logging as absl_logging
+
+from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.vit import POOLS
+from jetmoe_jax.moe.spheromoe import COMBINE
+
+
+def run(main: Callable[[Sequence[str]], Any], required: Sequence[str] = ()) -> None:
+    """Parses flags, calls `main(argv)`, and exits: 0 done, 1 with one line on a user's mistake."""
+
+    def guarded(argv: Sequence[str]) -> int:
+        try:
+            main(argv)
+        except UserError as error:
+            print(f'error: {error}', file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print('stopped.', file=sys.stderr)
+            return 130
+        return 0
+
+    messages = logging.StreamHandler(sys.stdout)
+    messages.setFormatter(logging.Formatter('%(message)s'))
+    logger = logging.getLogger('jetmoe_jax')
+    logger.addHandler(messages)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    absl_logging.set_verbosity(absl_logging.WARNING)  # Orbax tells each of its steps at INFO
+    app.run(guarded, flags_parser=lambda argv: _parse(argv, required))
+
+
+def define_model_flags() -> None:
+    """Flags for what a file's shapes cannot tell of a model."""
+    flags.DEFINE_integer('num_heads', None, "Attention heads; width / 64 if the file doesn't say.")
+    flags.DEFINE_enum('pool', None, POOLS, "Pooling; by the final norm's name if it isn't given.")
+    flags.DEFINE_integer('image_size', None, "Pixels; those of the file's position grid otherwise.")
+    flags.DEFINE_enum('combine', None, list(COMBINE), "V-JetMoE's combine function; entmax15.")
+
+
+def model_flags() -> dict[str, Any]:
+    """The attributes of the model that were given by flags."""
+    values = {name: flags.FLAGS[name].value for name in ('num_heads', 'pool', 'image_size')}
+    if flags.FLAGS['combine'].value:
+        values['moe'] = {'combine': flags.FLAGS['combine'].value}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def no_arguments(argv: Sequence[str]) -> None:
+    """Refuses words on the command line that are not flags."""
+    if len(argv) > 1:
+        raise UserError(f'{argv[1]!r} is not a flag; flags are written --name=value, see --help.')
+
+
+def _parse(argv: Sequence[str], required: Sequence[str]) -> list[str]:
+    try:
+        rest = flags.FLAGS(argv)
+        for name in required:
+            if flags.FLAGS[name].value is None:
+                raise UserError(f'--{name} is missing; see --help.')
+        return rest
+    except UserError as error:
+        message = str(error)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        message = ' '.join(str(error).split())
+    print(f'error: {message}', file=sys.stderr)
+    raise SystemExit(1)

@@ -1,0 +1,1 @@
+"""Training: config, initial parameters, optimiser, sharding, step, loop and evaluation."""

@@ -1,0 +1,126 @@
+"""What a config may hold: every key with its default; a wrong key's error names the nearest."""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jetmoe_jax.errors import UserError, known_key
+
+INITS = ('recycled', 'random', 'dense')
+
+# A run is the same run as long as everything but these stays the same.
+OPERATIONAL = ('log_every_steps', 'keep_checkpoints', 'mesh', 'compare_random')
+
+
+def default_config() -> ConfigDict:
+    """The published recipe's optimiser and regularisation (MoE Jetpack, ImageNet-1k)."""
+    c = ConfigDict()
+    c.seed = 0
+
+    c.model = 'vjetmoe_t'  # a name of the registry
+    c.model_overrides = ConfigDict()  # attributes of the model, e.g. image_size
+    c.init = 'recycled'  # or 'random', or 'dense': the dense checkpoint itself
+    c.dense = ''  # the predecessor: a .safetensors file in timm's names
+    c.dense_same = ''  # a dense checkpoint of the successor's own width, optional
+    c.compare_random = False  # afterwards train the same from random weights, and compare
+
+    c.recycle = ConfigDict()
+    c.recycle.strategy = 'importance'
+    c.recycle.non_experts = 'weight_selection'  # when there is no dense_same
+    c.recycle.calibration_images = 1024
+    c.recycle.statistics = ''  # a saved .npz, instead of calibration
+
+    c.data = ConfigDict()
+    c.data.name = ''  # a folder with train/CLASS/* and val/CLASS/*, or a built-in set
+    c.data.augment = 'randaugment'
+    c.data.crop_fraction = 0.875  # evaluation: of the resized image's short side
+    c.data.skip_unreadable = False
+    c.data.workers = 0  # worker processes; 0 reads in threads
+
+    c.batch_size = 4096
+    c.epochs = 300.0
+    c.label_smoothing = 0.1
+    c.mixup = 0.8
+    c.cutmix = 1.0
+    c.random_erasing = 0.25
+    c.dtype = 'float32'  # of the computation; parameters stay float32
+
+    c.optimizer = ConfigDict()  # AdamW
+    c.optimizer.lr = 4e-3
+    c.optimizer.betas = (0.9, 0.999)
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.05
+    c.optimizer.clip_norm = 5.0
+    c.optimizer.layer_decay = 0.6
+    c.optimizer.warmup_epochs = 20.0
+    c.optimizer.warmup_start = 1e-3  # of the peak
+    c.optimizer.final = 1e-2  # of the peak
+
+    c.mesh = ConfigDict()
+    c.mesh.expert = 1  # devices that the experts are split over; the others split the data
+    c.log_every_steps = 50
+    c.eval_every_epochs = 1.0  # each evaluation is followed by a checkpoint
+    c.keep_checkpoints = 3  # the last ones; the best is kept besides
+    return c
+
+
+def parse_arg(arg: str | None, **defaults: Any) -> ConfigDict:
+    """A config's argument string, 'key=value,key=value', as a ConfigDict.
+
+    Args:
+      arg: what stands behind the colon in `--config=configs/x.py:key=value`.
+      **defaults: every key that is known; a value takes the type of its default.
+
+    Raises:
+      UserError: a key is unknown (the nearest is named) or a value is not of its type.
+    """
+    values = dict(defaults)
+    for item in filter(None, (arg or '').split(',')):
+        key, equals, text = item.partition('=')
+        known_key('config argument', key, defaults)
+        if not equals:
+            raise UserError(f'config argument {key!r} has no value; write {key}=VALUE.')
+        values[key] = _convert(key, text, defaults[key])
+    return ConfigDict(values)
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses keys that do not exist and values that make no sense.
+
+    Raises:
+      UserError: naming the key, its value and what would do.
+    """
+    _check_keys(config, default_config(), '')
+    if config.init not in INITS:
+        raise UserError(f'config.init is {config.init!r}; use one of {", ".join(INITS)}.')
+    if config.init != 'random' and not config.dense:
+        raise UserError(
+            f"config.init is {config.init!r} and config.dense is empty; give a dense checkpoint's "
+            'path, or init=random.'
+        )
+    if not config.data.name:
+        raise UserError('config.data.name is empty; give a folder of train/CLASS/*, val/CLASS/*.')
+    if config.dtype not in ('float32', 'bfloat16'):
+        raise UserError(f'config.dtype is {config.dtype!r}; use float32 or bfloat16.')
+    for key in ('batch_size', 'epochs', 'eval_every_epochs', 'log_every_steps', 'keep_checkpoints'):
+        if config[key] <= 0:
+            raise UserError(f'config.{key} is {config[key]}; give a number above 0.')
+
+
+def _check_keys(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
+    for key, value in config.items():
+        known_key('config key', prefix + key, [prefix + k for k in known])
+        if isinstance(known[key], ConfigDict) and key != 'model_overrides':
+            _check_keys(value, known[key], f'{prefix}{key}.')
+
+
+def _convert(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in ('true', 'false'):
+            raise UserError(f'config argument {key}={text} is neither true nor false.')
+        return text.lower() == 'true'
+    try:
+        return type(default)(text)
+    except ValueError as error:
+        kind = {int: 'whole number', float: 'number'}[type(default)]
+        raise UserError(f'config argument {key}={text} is not a {kind}.') from error
