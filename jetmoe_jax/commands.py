@@ -1,12 +1,15 @@
 """What the commands share: one clear line and exit code 1 on a user's mistake."""
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 from absl import logging as absl_logging
+from ml_collections import config_flags
 
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.vit import POOLS
@@ -65,10 +68,27 @@ def _parse(argv: Sequence[str], required: Sequence[str]) -> list[str]:
         for name in required:
             if flags.FLAGS[name].value is None:
                 raise UserError(f'--{name} is missing; see --help.')
+            if hasattr(flags.FLAGS[name], 'config_filename'):
+                _check_loaded(flags.FLAGS[name])
         return rest
-    except UserError as error:
-        message = str(error)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (UserError, flags.Error, OSError) as error:
         message = ' '.join(str(error).split())
+    except (AttributeError, KeyError) as error:
+        message = _unknown_key(str(error))
     print(f'error: {message}', file=sys.stderr)
     raise SystemExit(1)
+
+
+def _check_loaded(flag: flags.Flag) -> None:
+    """A config file that is missing shows itself only when the config is used: use it."""
+    path = config_flags.get_config_filename(flag).partition(':')[0]
+    if not Path(path).is_file():
+        raise UserError(f'there is no config file {path}; the recipes lie in configs/.')
+    flag.value.get('seed')
+
+
+def _unknown_key(message: str) -> str:
+    """ml_collections' complaint about a key, which spans lines, as one sentence of ours."""
+    if match := re.search(r'Did you mean "(.+)" instead of "(.+)"', message):
+        return f'config key {match[2]!r} does not exist; the nearest known one is {match[1]!r}.'
+    return f'config key {" ".join(message.split())} does not exist.'

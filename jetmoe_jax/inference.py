@@ -58,7 +58,9 @@ def predict_inputs(
 
     logits = []
     total = -(-len(arrays) // batch_size)
-    for count, images in tqdm(batches(), 'predicting', total, unit='batch', leave=False, delay=2):
+    for count, images in tqdm(
+        batches(), 'predicting', total, unit='batch', leave=False, disable=None
+    ):
         logits.append(np.asarray(apply(jnp.asarray(images)))[:count])
     return paths, np.concatenate(logits)
 

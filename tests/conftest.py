@@ -1,11 +1,18 @@
-"""What all tests share: exact matmuls, and the values recorded from other systems."""
+"""What all tests share: 8 virtual devices, exact matmuls, values recorded from other systems."""
 
 import json
+import os
 import pathlib
 
-import jax
-import numpy as np
-import pytest
+# Before JAX starts. Compiling, not running, is what the tests spend their time on.
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = (
+    '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update('jax_default_matmul_precision', 'highest')
 

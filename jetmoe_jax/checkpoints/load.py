@@ -54,20 +54,26 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    path: str | Path, *, num_classes: int | None = None, seed: int = 0, **given: Any
+    path: str | Path,
+    *,
+    num_classes: int | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    **given: Any,
 ) -> Checkpoint:
     """Reads a file into the model that it belongs to.
 
     Args:
-      path: a `.safetensors` file with timm's or MoE Jetpack's names.
+      path: a file in any format of `read_state_dict`, or a timm name on the Hugging Face hub.
       num_classes: another count than the file's leaves its head out and makes a fresh one.
+      revision: of the hub's repository.
       seed: of the parameters that are made fresh.
       **given: attributes of ViT that shapes cannot tell (num_heads, pool, image_size, ...).
 
     Raises:
       UserError: the file cannot be read, belongs to an unsupported model, or a tensor does not fit.
     """
-    state = read_state_dict(path)
+    state = read_state_dict(path, revision=revision)
     hints = dict(state.hints)
     preprocessing = {
         name: tuple(value) if isinstance(value, list) else value
@@ -88,7 +94,7 @@ def fit(model: ViT, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, Loa
     Raises:
       UserError: a tensor is missing, left over, not finite, or of another shape than the model's.
     """
-    report = LoadReport(state.path)
+    report = LoadReport(state.path, left_out=dict(state.left_out))
     tensors = dict(state.tensors)
     params: FlatParams = {}
     for path, leaf in param_shapes(model).items():

@@ -67,6 +67,7 @@ def grouped_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
+@jax.jit  # traced once for all blocks of a stage
 def sum_of_shifts(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """`grouped_conv` as y[h, w] = sum over i, j of x[h + i - 3, w + j - 3] * kernel[i, j]."""
     b, h, w, d = x.shape
@@ -172,8 +173,8 @@ class ConvNeXt(nn.Module):
       conv_mlp: timm's files hold the MLPs as 1x1 convolutions; the function is the same.
       dropout: rate in the dense MLPs; drop_path: rate of the last block, linear over all blocks.
       moe_blocks: (stage, block) of each block whose MLP is a MoE layer, both counted from 0.
-      moe: the arguments of that layer (see SpheroMoE), where a tuple holds one value for each stage;
-        expert dropout grows linearly over all blocks.
+      moe: the arguments of that layer (see SpheroMoE), where a tuple holds one value for each
+        stage; expert dropout grows linearly over all blocks.
       dtype: of the computation; parameters, logits and softmaxes are float32.
     """
 
@@ -260,13 +261,13 @@ class ConvNeXt(nn.Module):
         stages, cell = len(self.depths), self.patch_size * 2 ** (len(self.depths) - 1)
         if len(self.widths) != stages:
             raise UserError(
-                f'widths {tuple(self.widths)} and depths {tuple(self.depths)} are not of one length; '
-                'give one of each for every stage.'
+                f'widths {tuple(self.widths)} and depths {tuple(self.depths)} are not of one '
+                'length; give one of each for every stage.'
             )
         if any(pixels % cell for pixels in self.image_shape):
             raise UserError(
-                f'image size {self.image_shape} is not a multiple of {cell}, the pixels of a cell in '
-                'the last stage; choose an image_size that is.'
+                f'image size {self.image_shape} is not a multiple of {cell}, the pixels of a cell '
+                'in the last stage; choose an image_size that is.'
             )
         if images.shape[1:] != (*self.image_shape, 3):
             raise UserError(

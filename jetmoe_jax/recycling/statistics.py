@@ -3,6 +3,7 @@
 One jitted forward pass a batch measures every block and position; nothing is kept per image.
 """
 
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Statistics:
             with np.load(path) as f:
                 values = {p: {m: f[f'{p}/{m}'] for m in METRICS} for p in POSITIONS}
                 return cls(values, int(f['images']))
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise UserError(f'{path} cannot be read as saved statistics: {error}.') from error
 
 

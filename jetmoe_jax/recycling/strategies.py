@@ -105,15 +105,14 @@ def recycle(
 
     params, fresh = {}, []
     for path, leaf in shapes.items():
-        source = _donor_path(path, donor.params)
-        if '/moe/' in path:
-            if '_experts/' not in path:
-                fresh.append(path)
-        elif source is None or path.startswith('head/'):
+        if '/moe/' in path and '_experts/' in path:
+            continue
+        if '/moe/' in path or path.startswith('head/'):
             fresh.append(path)
-        else:
-            params[path] = _fit(path, take(source, donor.params[source], leaf.shape), leaf.shape)
-            record.origin[path] = f'{donor.report.source}: {source}'
+            continue
+        source = _donor_path(path, donor)
+        params[path] = _fit(path, take(source, donor.params[source], leaf.shape), leaf.shape)
+        record.origin[path] = f'{donor.report.source}: {source}'
     for block in successor.moe_blocks:
         params |= _recycle_experts(
             successor, predecessor, block, strategy, statistics, seed, record
@@ -249,8 +248,8 @@ def _recycle_experts(
     """The experts of one block; a universal expert is a core one reduced to some of its neurons."""
     if block >= predecessor.model.depth:
         raise UserError(
-            f'block {block} is a MoE block and the predecessor has {predecessor.model.depth} '
-            'blocks; choose moe_blocks among those.'
+            f'{predecessor.report.source} has {predecessor.model.depth} blocks, none for MoE block '
+            f'{block}; choose moe_blocks among those.'
         )
     d, h = successor.width, successor.mlp_hidden
     paths = successor.moe_layer().path_widths(d)
@@ -276,12 +275,15 @@ def _recycle_experts(
     return params
 
 
-def _donor_path(path: str, donor: Mapping[str, np.ndarray]) -> str | None:
+def _donor_path(path: str, donor: Checkpoint) -> str:
     """The donor's parameter for a successor's: of its own name, or the other pooling's norm."""
     for candidate in (path, path.replace('fc_norm/', 'norm/'), 'fc_' + path):
-        if candidate in donor:
+        if candidate in donor.params:
             return candidate
-    return None
+    raise UserError(
+        f'{donor.report.source} has nothing for {path} (its depth is {donor.model.depth}); '
+        'choose a successor that is not deeper and of the same variant.'
+    )
 
 
 def _whole(path: str, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -84,6 +84,14 @@ def parse_arg(arg: str | None, **defaults: Any) -> ConfigDict:
     return ConfigDict(values)
 
 
+def parse_experts(text: str) -> dict[str, int]:
+    """'98+196' -> 98 core and 196 universal experts, as arguments of SpheroMoE."""
+    core, plus, universal = text.partition('+')
+    if not (plus and core.isdigit() and universal.isdigit()):
+        raise UserError(f'experts={text}: write CORE+UNIVERSAL, for example 98+196.')
+    return {'core_experts': int(core), 'universal_experts': int(universal)}
+
+
 def check_config(config: ConfigDict) -> None:
     """Refuses keys that do not exist and values that make no sense.
 

@@ -16,7 +16,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over all images: 'loss', and the accuracies 'top1' and 'top5' in [0, 1]."""
     totals: dict[str, float] = {}
-    for batch in tqdm(batches, 'evaluating', unit='batch', leave=False, delay=2):
+    for batch in tqdm(batches, 'evaluating', unit='batch', leave=False, disable=None):
         del batch['index']
         sums = jax.device_get(eval_step(params, shard_batch(batch, mesh)))
         totals = {k: totals.get(k, 0.0) + float(v) for k, v in sums.items()}

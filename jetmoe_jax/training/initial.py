@@ -114,7 +114,7 @@ def calibrate(
     mean, std = np.float32(predecessor.mean), np.float32(predecessor.std)
     batches = (
         ((np.float32(batch['image']) / 255 - mean) / std, batch['mask'])
-        for batch in tqdm(loader, 'calibrating', total, unit='batch', leave=False, delay=2)
+        for batch in tqdm(loader, 'calibrating', total, unit='batch', leave=False, disable=None)
     )
     return collect_statistics(predecessor.model, unflatten(predecessor.params), batches)
 

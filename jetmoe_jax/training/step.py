@@ -56,7 +56,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         metrics = {
             'loss': loss,
-            'grad_norm': optax.global_norm(grads),
+            'grad_norm': optax.tree.norm(grads),
             'lr': schedule(state.step),
         }
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
@@ -82,8 +82,8 @@ def make_eval_step(
         label, mask = batch['label'], batch['mask']
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         at_label = jnp.take_along_axis(logits, label[:, None], axis=1)
-        # Ties with other classes count against the label, so that constant logits score nothing.
-        rank = jnp.sum(logits >= at_label, axis=1) - 1
+        # Ties count against the label, and so does NaN: constant or broken logits score nothing.
+        rank = jnp.sum(~(logits < at_label), axis=1) - 1
         return {
             'count': mask.sum(),
             'loss': (loss * mask).sum(),

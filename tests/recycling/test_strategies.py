@@ -1,0 +1,237 @@
+"""Recycling against weights and statistics recorded from the released code."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetmoe_jax.checkpoints.files import StateDict
+from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, fit
+from jetmoe_jax.checkpoints.names import state_dict
+from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.parameters import param_shapes, unflatten
+from jetmoe_jax.models.vit import ViT
+from jetmoe_jax.recycling.statistics import Statistics, collect_statistics
+from jetmoe_jax.recycling.strategies import (
+    DenseSets,
+    recycle,
+    select_by_dimension,
+    select_by_sets,
+    select_experts,
+)
+
+MOE = dict(core_experts=2, universal_experts=3, universal_factor=0.25)
+
+
+def teacher_of(recorded, **args):
+    model = ViT(
+        image_size=32,
+        patch_size=8,
+        width=args['embed_dim'],
+        depth=args['depth'],
+        num_heads=args['num_heads'],
+        mlp_ratio=args['mlp_ratio'],
+        num_classes=10,
+    )
+    tensors = {k.removeprefix('teacher/'): v for k, v in recorded.items() if 'teacher/' in k}
+    params, _ = fit(model, StateDict('teacher', tensors))
+    return Checkpoint(model, params, LoadReport('teacher'))
+
+
+@pytest.fixture(scope='module')
+def recorded(reference):
+    return reference('recycling_uniform')
+
+
+@pytest.fixture(scope='module')
+def teacher(recorded):
+    return teacher_of(recorded, **recorded['args']['teacher'])
+
+
+@pytest.fixture(scope='module')
+def statistics(recorded, teacher):
+    batches = recorded['images_nchw'].transpose(0, 1, 3, 4, 2)
+    return collect_statistics(
+        teacher.model,
+        unflatten(teacher.params),
+        [(jnp.asarray(images), np.ones(4, np.float32)) for images in batches],
+        group=4,
+    )
+
+
+def student(**changes):
+    return ViT(
+        **(
+            dict(
+                image_size=32,
+                patch_size=8,
+                width=12,
+                depth=12,
+                num_heads=1,
+                mlp_ratio=2,
+                num_classes=10,
+                moe_blocks=(10, 11),
+                moe=MOE,
+            )
+            | changes
+        )
+    )
+
+
+def test_statistics_agree_with_the_recorded_ones(recorded, statistics):
+    ours = {'mlp.act': 'mlp_act', 'attn.proj': 'attn_proj_input', 'norm2': 'mlp_input'}
+    metrics = {'L1': 'L1', 'L2': 'L2', 'act_patrn': 'active'}
+    for position in ours:
+        for block in (0, 5, 11):
+            for metric in metrics:
+                expected = recorded[f'stats/{position}/{block}/{metric}']
+                value = statistics.of(ours[position], block, metrics[metric])
+                np.testing.assert_allclose(value, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_statistics_do_not_depend_on_the_batch_size(recorded, teacher):
+    images = jnp.asarray(recorded['images_nchw'].transpose(0, 1, 3, 4, 2).reshape(12, 32, 32, 3))
+    params = unflatten(teacher.params)
+
+    def of_batches(size):
+        padded = jnp.pad(images, ((0, -12 % size), (0, 0), (0, 0), (0, 0)), constant_values=7.0)
+        mask = np.float32(np.arange(len(padded)) < 12)
+        parts = range(0, len(padded), size)
+        batches = [(padded[i : i + size], mask[i : i + size]) for i in parts]
+        return collect_statistics(teacher.model, params, batches)
+
+    one, five = of_batches(12), of_batches(5)
+    assert one.images == five.images == 12
+    for position, values in one.values.items():
+        for metric, value in values.items():
+            np.testing.assert_allclose(five.values[position][metric], value, rtol=1e-6, atol=1e-6)
+
+
+def test_statistics_survive_saving(tmp_path, statistics):
+    statistics.save(tmp_path / 's.npz')
+    loaded = Statistics.load(tmp_path / 's.npz')
+    np.testing.assert_array_equal(loaded.of('mlp_act', 3), statistics.of('mlp_act', 3))
+    (tmp_path / 'cut.npz').write_bytes((tmp_path / 's.npz').read_bytes()[:500])
+    with pytest.raises(UserError, match='cut.npz cannot be read as saved statistics'):
+        Statistics.load(tmp_path / 'cut.npz')
+
+
+def test_uniform_recycling_gives_the_recorded_weights(recorded, teacher):
+    params, _ = recycle(student(), teacher, strategy='uniform', non_experts='uniform')
+    ours = state_dict(params)
+    expected = {
+        k.removeprefix('dualpath_uniform/'): v for k, v in recorded.items() if 'dualpath' in k
+    }
+    assert len(expected) > 100
+    for name, value in expected.items():
+        np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+def test_sampled_index_sets_give_the_recorded_weights(reference, teacher):
+    drawn = reference('recycling_importance_L2')
+    blocks = range(12)
+    sets = DenseSets(
+        drawn['dense_idx/channel/0'],
+        {i: drawn[f'dense_idx/attn/{i}'] for i in blocks},
+        {i: drawn[f'dense_idx/mlp/{i}'] for i in blocks},
+    )
+    dense = {
+        path: select_by_sets(path, value, sets)
+        for path, value in teacher.params.items()
+        if not path.startswith('head/')
+        and not any(path.startswith(f'blocks_{i}/mlp') for i in (10, 11))
+    }
+    expected = {k.removeprefix('selected_L2/'): v for k, v in drawn.items() if 'selected_L2' in k}
+    for name, value in state_dict(dense).items():
+        np.testing.assert_array_equal(expected.pop(name), value, err_msg=name)
+    for block in (10, 11):
+        channels, neurons = drawn[f'moe_idx/channel/{block}'], drawn[f'moe_idx/mlp/{block}']
+        experts = select_experts(teacher.params, block, channels, neurons)
+        for leaf, value in experts.items():
+            fc, kind = leaf.split('/')
+            name = f'blocks.{block}.mlp.experts.vit_{fc}.' + kind.replace('kernel', 'weight')
+            value = value.swapaxes(-1, -2) if kind == 'kernel' else value
+            np.testing.assert_array_equal(expected.pop(name), value, err_msg=name)
+    assert not expected
+
+
+def test_weight_selection_gives_the_recorded_weights(reference):
+    recorded = reference('weight_selection')
+    teacher = teacher_of(recorded, **recorded['args']['teacher'])
+    selected = {k.removeprefix('selected/'): v for k, v in recorded.items() if 'selected/' in k}
+    shapes = {name: value.shape for name, value in selected.items()}
+    successor = ViT(image_size=32, patch_size=8, width=16, depth=2, num_heads=2, mlp_ratio=3,
+                    num_classes=10)  # fmt: skip
+    ours = state_dict(
+        {
+            path: select_by_dimension(path, teacher.params[path], leaf.shape)
+            for path, leaf in param_shapes(successor).items()
+        }
+    )
+    for name in shapes:
+        np.testing.assert_array_equal(ours[name], selected[name], err_msg=name)
+
+
+def test_importance_recycling_is_what_its_record_says(teacher, statistics):
+    params, record = recycle(student(), teacher, statistics=statistics, seed=3)
+    for block in (10, 11):
+        fc1 = teacher.params[f'blocks_{block}/mlp/fc1/kernel']
+        fc2_bias = teacher.params[f'blocks_{block}/mlp/fc2/bias']
+        for path, width in {'core_experts': 24, 'universal_experts': 6}.items():
+            prefix = f'blocks_{block}/moe/{path}/mlp/'
+            channels, neurons = record.channels[block][path], record.neurons[block][path]
+            assert neurons.shape[1] == width
+            for i, (c, m) in enumerate(zip(channels, neurons, strict=True)):
+                np.testing.assert_array_equal(params[prefix + 'fc1/kernel'][i], fc1[c][:, m])
+                np.testing.assert_array_equal(params[prefix + 'fc2/bias'][i], fc2_bias[c])
+    different = record.channels[10]['core_experts']
+    assert (different[0] != different[1]).any()
+    assert record.origin['head/kernel'] == record.origin['blocks_10/moe/phi'] == 'fresh'
+    assert record.origin['norm/scale'] == 'teacher: norm/scale'
+
+
+def test_recycling_is_a_function_of_its_inputs(teacher, statistics):
+    a, _ = recycle(student(), teacher, statistics=statistics, seed=3)
+    b, _ = recycle(student(), teacher, statistics=statistics, seed=3)
+    c, _ = recycle(student(), teacher, statistics=statistics, seed=4)
+    assert all(a[path].tobytes() == b[path].tobytes() for path in a)
+    kernel = 'blocks_10/moe/core_experts/mlp/fc1/kernel'
+    assert (a[kernel] != c[kernel]).any()
+
+
+def test_a_same_size_checkpoint_gives_all_that_is_no_expert(teacher, statistics):
+    successor = student(width=24, num_heads=2, pool='avg')
+    params, record = recycle(successor, teacher, teacher, statistics=statistics)
+    for path in ('blocks_11/attn/qkv/kernel', 'pos_embed', 'blocks_3/mlp/fc2/kernel'):
+        np.testing.assert_array_equal(params[path], teacher.params[path])
+    np.testing.assert_array_equal(params['fc_norm/scale'], teacher.params['norm/scale'])
+    # All channels and neurons there are: every core expert is the dense MLP.
+    kernel = params['blocks_10/moe/core_experts/mlp/fc1/kernel']
+    np.testing.assert_array_equal(kernel[1], teacher.params['blocks_10/mlp/fc1/kernel'])
+
+
+def test_importance_picks_the_non_expert_channels_of_largest_norm(teacher, statistics):
+    params, _ = recycle(
+        student(), teacher, strategy='uniform', non_experts='importance', statistics=statistics
+    )
+    norm = statistics.values['mlp_input']['L2'].sum(0)
+    top = np.sort(np.argsort(-norm)[:12])
+    np.testing.assert_array_equal(params['cls_token'], teacher.params['cls_token'][..., top])
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (dict(strategy='best'), "strategy is 'best'; use one of uniform, importance"),
+        (dict(non_experts='best'), "non_experts is 'best'; use one of weight_selection"),
+        (dict(), "'importance' needs statistics"),
+        (dict(strategy='uniform', successor=student(width=48)), '48 units are asked for'),
+        (
+            dict(strategy='uniform', successor=student(depth=13, moe_blocks=(12,))),
+            'teacher has nothing for blocks_12/.* .its depth is 12',
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(teacher, arguments, message):
+    arguments = dict(arguments)
+    with pytest.raises(UserError, match=message):
+        recycle(arguments.pop('successor', student()), teacher, **arguments)

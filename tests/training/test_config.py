@@ -1,0 +1,87 @@
+"""Configs: wrong keys and values are named, and every recipe builds."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from jetmoe_jax.errors import UserError
+from jetmoe_jax.training.config import check_config, default_config, parse_arg
+
+CONFIGS = Path(__file__).parents[2] / 'configs'
+
+
+def get_config(name, arg=None):
+    spec = importlib.util.spec_from_file_location(name, CONFIGS / f'{name}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(arg)
+
+
+@pytest.mark.parametrize('path', sorted(CONFIGS.glob('*.py')), ids=lambda path: path.stem)
+def test_every_recipe_has_known_keys_only(path):
+    config = get_config(path.stem)
+    config.data.name = config.data.name or 'digits'
+    config.dense = config.dense or 'some.safetensors'
+    check_config(config)
+
+
+def test_vjetmoe_t_holds_the_published_recipe():
+    c = get_config('vjetmoe_t')
+    assert (c.batch_size, c.epochs, c.optimizer.warmup_epochs) == (4096, 300, 20)
+    assert (c.optimizer.lr, c.optimizer.weight_decay, c.optimizer.clip_norm) == (4e-3, 0.05, 5)
+    assert (c.optimizer.layer_decay, c.optimizer.betas) == (0.6, (0.9, 0.999))
+    assert (c.optimizer.warmup_start, c.optimizer.final) == (1e-3, 1e-2)
+    assert (c.mixup, c.cutmix, c.random_erasing, c.label_smoothing) == (0.8, 1.0, 0.25, 0.1)
+    assert c.data.augment == 'randaugment'
+
+
+def test_config_arguments_take_the_type_of_their_default():
+    c = parse_arg('lr=1,name=a=b,flag=true,n=3', lr=0.5, name='', flag=False, n=1, other=2)
+    assert c.to_dict() == dict(lr=1.0, name='a=b', flag=True, n=3, other=2)
+    assert isinstance(c.lr, float)
+
+
+@pytest.mark.parametrize(
+    'arg, message',
+    [
+        ('bacth=3', "config argument 'bacth' does not exist; the nearest known one is 'batch'"),
+        ('batch', "config argument 'batch' has no value; write batch=VALUE."),
+        ('batch=many', 'config argument batch=many is not a whole number.'),
+        ('flag=yes', 'config argument flag=yes is neither true nor false.'),
+    ],
+)
+def test_wrong_config_arguments_are_named(arg, message):
+    with pytest.raises(UserError) as error:
+        parse_arg(arg, batch=1, flag=False)
+    assert message in str(error.value)
+
+
+def with_change(key, value):
+    config = default_config()
+    config.data.name, config.dense = 'digits', 'x.safetensors'
+    *parents, last = key.split('.')
+    node = config
+    for parent in parents:
+        node = node[parent]
+    node[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    'key, value, message',
+    [
+        ('optimizer.learning_rate', 1.0, "'optimizer.learning_rate' does not exist; the nearest"),
+        ('optimzer', 1.0, "the nearest known one is 'optimizer'"),
+        ('init', 'scratch', "config.init is 'scratch'; use one of recycled, random, dense."),
+        ('dense', '', "give a dense checkpoint's path, or init=random"),
+        ('data.name', '', 'config.data.name is empty'),
+        ('dtype', 'float16', "config.dtype is 'float16'; use float32 or bfloat16."),
+        ('batch_size', 0, 'config.batch_size is 0; give a number above 0.'),
+        ('epochs', -1.0, 'config.epochs is -1.0'),
+    ],
+)
+def test_wrong_keys_and_values_are_named(key, value, message):
+    with pytest.raises(UserError) as error:
+        check_config(with_change(key, value))
+    assert message in str(error.value)
