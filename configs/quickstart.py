@@ -1,4 +1,4 @@
-"""The whole pipeline, small: two dense ViTs (MNIST) -> V-JetMoE -> UCI digits, beside random weights.
+"""The whole pipeline, small: two ViTs of MNIST -> V-JetMoE -> UCI digits, beside random weights.
 
 python -m jetmoe_jax.main --config=configs/quickstart.py
 """

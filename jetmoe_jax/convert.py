@@ -9,7 +9,7 @@ import numpy as np
 from absl import flags
 
 from jetmoe_jax import commands
-from jetmoe_jax.checkpoints.load import save_checkpoint
+from jetmoe_jax.checkpoints.load import save_checkpoint, untold
 from jetmoe_jax.checkpoints.workdir import open_checkpoint
 from jetmoe_jax.errors import UserError
 
@@ -30,10 +30,10 @@ def main(argv: list[str]) -> None:
     model = checkpoint.model
     save_checkpoint(
         _OUTPUT.value,
+        model,
         checkpoint.params,
         np.dtype(_DTYPE.value),
-        num_heads=model.num_heads,
-        pool=model.pool,
+        **untold(model),
         mean=checkpoint.mean,
         std=checkpoint.std,
         crop_fraction=checkpoint.crop_fraction,

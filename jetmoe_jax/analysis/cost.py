@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+from jetmoe_jax.models.convnext import KERNEL_SIZE, ConvNeXt
 from jetmoe_jax.models.parameters import param_count
+from jetmoe_jax.models.registry import Model
 from jetmoe_jax.models.vit import ViT
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters, and multiply-adds of one image's forward pass (products of matrices only)."""
+    """Parameters, and multiply-adds of one image's forward pass (products, convolutions)."""
 
     parameters: int
     multiply_adds: int
@@ -17,21 +19,38 @@ class Cost:
         return f'{self.parameters:,} parameters, {self.multiply_adds / 1e9:.3g} G multiply-adds'
 
 
-def vit_cost(model: ViT) -> Cost:
-    """Counts a ViT, dense or with SpheroMoE blocks."""
-    n, d, h = model.num_tokens, model.width, model.mlp_hidden
+def model_cost(model: Model) -> Cost:
+    """Counts a ViT or a ConvNeXt, dense or with SpheroMoE blocks."""
+    count = _convnext if isinstance(model, ConvNeXt) else _vit
+    return Cost(param_count(model), count(model))
+
+
+def _vit(model: ViT) -> int:
+    n, d = model.num_tokens, model.width
     patches = model.grid[0] * model.grid[1]
-    total = patches * model.patch_size**2 * 3 * d + d * model.num_classes
     attention = n * d * 3 * d + 2 * n * n * d + n * d * d
-    for block in range(model.depth):
-        total += attention
-        if block not in model.moe_blocks:
-            total += 2 * n * d * h
-            continue
-        layer = model.moe_layer(block)
-        slots = layer.slots_per_expert
-        paths = layer.path_widths(d).values()
-        total += sum(experts * slots * 2 * d * width for experts, width in paths)
-        # Logits, dispatch and combine are three products of tokens with slots.
-        total += 3 * n * d * slots * sum(experts for experts, _ in paths)
-    return Cost(param_count(model), total)
+    total = patches * model.patch_size**2 * 3 * d + d * model.num_classes
+    return total + sum(attention + _mlp(model, block, n) for block in model.blocks)
+
+
+def _convnext(model: ConvNeXt) -> int:
+    tokens = [rows * columns for rows, columns in model.grids]
+    total = tokens[0] * 3 * model.patch_size**2 * model.widths[0]
+    total += model.widths[-1] * model.num_classes
+    for stage in range(1, len(model.depths)):
+        total += tokens[stage] * 4 * model.widths[stage - 1] * model.widths[stage]
+    for block, (d, _) in model.blocks.items():
+        n = tokens[int(block.removeprefix('stages_').partition('/')[0])]
+        total += n * d * KERNEL_SIZE**2 + _mlp(model, block, n)
+    return total
+
+
+def _mlp(model: Model, block: str, n: int) -> int:
+    """A block's MLP or MoE layer on n tokens."""
+    d, h = model.blocks[block]
+    if block not in model.moe_paths:
+        return 2 * n * d * h
+    layer = model.moe_layer(block)
+    s, paths = layer.slots_per_expert, layer.path_widths(d).values()
+    # Logits, dispatch and combine are three products of tokens with slots.
+    return sum(e * s * (2 * d * width + 3 * n * d) for e, width in paths)

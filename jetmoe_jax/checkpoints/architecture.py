@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jetmoe_jax.checkpoints.convnext import infer_convnext
 from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.convnext import ConvNeXt
 from jetmoe_jax.models.vit import ViT
 
 HEAD_WIDTH = 64  # every ViT of the paper, DeiT and DINOv2 has heads of this width
@@ -21,11 +23,16 @@ _UNSUPPORTED = {
     r'^layers\.\d+\.': 'window attention or another family of model',
     r'mlp\.w12|mlp\.fc1_g|mlp\.gate': 'a gated MLP (SwiGLU)',
     r'attn\.q_bias|attn\.q_proj': 'separate query, key and value weights',
-    r'^stages\.|^stem\.': 'a ConvNeXt',
 }
 
 
-def infer_model(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> ViT:
+def infer_model(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> ViT | ConvNeXt:
+    """The model of a state dict in timm's or MoE Jetpack's names, by its family's `infer_*`."""
+    infer = infer_convnext if 'stem.0.weight' in tensors else infer_vit
+    return infer(tensors, source, **given)
+
+
+def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> ViT:
     """The ViT that a timm- or MoE Jetpack-named state dict belongs to.
 
     Args:

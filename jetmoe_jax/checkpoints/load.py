@@ -9,10 +9,11 @@ import numpy as np
 
 from jetmoe_jax.checkpoints.architecture import infer_model
 from jetmoe_jax.checkpoints.files import StateDict, read_state_dict, write_state_dict
-from jetmoe_jax.checkpoints.names import from_tensors, state_dict, tensor_names, tensor_shapes
+from jetmoe_jax.checkpoints.layout import layout_of, state_dict
 from jetmoe_jax.checkpoints.resample import resample_pos_embed
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import FlatParams, init_params, param_shapes
+from jetmoe_jax.models.registry import Model
 from jetmoe_jax.models.vit import ViT
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -44,7 +45,7 @@ class LoadReport:
 class Checkpoint:
     """A model with its parameters (flat, float32) and the preprocessing that they expect."""
 
-    model: ViT
+    model: Model
     params: FlatParams
     report: LoadReport
     mean: tuple[float, ...] = IMAGENET['mean']
@@ -88,24 +89,27 @@ def load_checkpoint(
     return Checkpoint(model, params, report, **preprocessing)
 
 
-def fit(model: ViT, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, LoadReport]:
+def fit(model: Model, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, LoadReport]:
     """The parameters of `model` from a state dict, resampled where the patch grid differs.
 
     Raises:
       UserError: a tensor is missing, left over, not finite, or of another shape than the model's.
     """
     report = LoadReport(state.path, left_out=dict(state.left_out))
+    layout = layout_of(model)
     tensors = dict(state.tensors)
+    head = tensors.get(f'{layout.head}.weight')
+    classes = 0 if head is None else len(head)
     params: FlatParams = {}
     for path, leaf in param_shapes(model).items():
-        names = tensor_names(path)
-        if path.startswith('head/') and _other_classes(tensors, model.num_classes):
+        names = layout.tensor_names(path)
+        if path.startswith('head/') and classes != model.num_classes:
             report.fresh.append(path)
             continue
         values = [_take(tensors, name, path, state.path) for name in names]
         if path == 'pos_embed':
             values = [_resample(model, values[0], report)]
-        expected = tensor_shapes(path, leaf.shape)
+        expected = layout.tensor_shapes(path, leaf.shape)
         for name, value in zip(names, values, strict=True):
             if value.shape != expected[name]:
                 raise UserError(
@@ -114,42 +118,45 @@ def fit(model: ViT, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, Loa
                 )
             if not np.isfinite(value).all():
                 raise UserError(f'{state.path}: tensor {name} has NaN or infinite values.')
-        params[path] = np.ascontiguousarray(from_tensors(path, values), dtype=np.float32)
+        params[path] = np.require(layout.from_tensors(path, values), np.float32, 'C')
         report.used += [name for name in names if name not in report.resampled]
     for name in tensors:
-        if name.startswith('head.'):
-            why = f'{state.tensors["head.weight"].shape[0]} classes, the model has '
-            report.left_out[name] = why + f'{model.num_classes}'
+        if name in (f'{layout.head}.weight', f'{layout.head}.bias'):
+            report.left_out[name] = f'{classes} classes, the model has {model.num_classes}'
         else:
             raise UserError(
                 f'{state.path}: tensor {name} {tensors[name].shape} has no place in the model '
-                f'({len(tensors)} such tensors); only plain ViTs and V-JetMoE are read here.'
+                f'({len(tensors)} such tensors); ViTs, ConvNeXts and their MoE models are read.'
             )
     params |= init_params(model, seed, report.fresh)
     return params, report
 
 
 def save_checkpoint(
-    path: str | Path, params: Mapping[str, Any], dtype: Any = np.float32, **hints: Any
+    path: str | Path,
+    model: Model,
+    params: Mapping[str, Any],
+    dtype: Any = np.float32,
+    **hints: Any,
 ) -> None:
     """Writes flat parameters as a `.safetensors` file with timm's and MoE Jetpack's names.
 
     Args:
       hints: what shapes cannot tell (num_heads, pool, mean, std), kept in the file's metadata.
     """
-    tensors = {name: value.astype(dtype) for name, value in state_dict(dict(params)).items()}
+    tensors = {name: value.astype(dtype) for name, value in state_dict(model, dict(params)).items()}
     write_state_dict(path, tensors, hints)
+
+
+def untold(model: Model) -> dict[str, Any]:
+    """The attributes that a state dict's shapes cannot tell, for its hints."""
+    return {name: getattr(model, name) for name in ('num_heads', 'pool') if hasattr(model, name)}
 
 
 def _take(tensors: dict[str, np.ndarray], name: str, path: str, source: str) -> np.ndarray:
     if name not in tensors:
         raise UserError(f'{source}: tensor {name} (our {path}) is missing.')
     return np.asarray(tensors.pop(name)).astype(np.float32)
-
-
-def _other_classes(tensors: Mapping[str, np.ndarray], num_classes: int) -> bool:
-    head = tensors.get('head.weight')
-    return head is None or head.shape[0] != num_classes
 
 
 def _resample(model: ViT, pos_embed: np.ndarray, report: LoadReport) -> np.ndarray:

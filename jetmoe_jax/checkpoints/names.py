@@ -5,41 +5,37 @@ MoE Jetpack files stack experts in front of that. This table is the only place t
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from jetmoe_jax.models.parameters import FlatParams
-
-# (path of a parameter, name of its tensor); `*` stands for a block's number.
-_MODULES = [
-    ('patch_embed', 'patch_embed.proj'),
-    ('norm_pre', 'norm_pre'),
-    ('norm', 'norm'),
-    ('fc_norm', 'fc_norm'),
-    ('head', 'head'),
-    ('blocks_*/norm1', 'blocks.*.norm1'),
-    ('blocks_*/norm2', 'blocks.*.norm2'),
-    ('blocks_*/ls1', 'blocks.*.ls1'),
-    ('blocks_*/ls2', 'blocks.*.ls2'),
-    ('blocks_*/attn/qkv', 'blocks.*.attn.qkv'),
-    ('blocks_*/attn/q_norm', 'blocks.*.attn.q_norm'),
-    ('blocks_*/attn/k_norm', 'blocks.*.attn.k_norm'),
-    ('blocks_*/attn/proj', 'blocks.*.attn.proj'),
-    ('blocks_*/mlp/fc1', 'blocks.*.mlp.fc1'),
-    ('blocks_*/mlp/fc2', 'blocks.*.mlp.fc2'),
-    ('blocks_*/moe/query_norm', 'blocks.*.mlp.slot_norm'),
-    ('blocks_*/moe/core_experts/mlp/fc1', 'blocks.*.mlp.core_experts.vit_fc1'),
-    ('blocks_*/moe/core_experts/mlp/fc2', 'blocks.*.mlp.core_experts.vit_fc2'),
-    ('blocks_*/moe/universal_experts/mlp/fc1', 'blocks.*.mlp.univ_experts.vit_fc1'),
-    ('blocks_*/moe/universal_experts/mlp/fc2', 'blocks.*.mlp.univ_experts.vit_fc2'),
-    ('blocks_*/moe/key_projection', 'blocks.*.mlp.phi_key_proj'),
-    ('blocks_*/moe/query_projection', 'blocks.*.mlp.phi_query_proj'),
-]
+# Path of a module -> name of its tensors; `*` stands for a block's number.
+_MODULES = {
+    'patch_embed': 'patch_embed.proj',
+    'norm_pre': 'norm_pre',
+    'norm': 'norm',
+    'fc_norm': 'fc_norm',
+    'head': 'head',
+    'blocks_*/norm1': 'blocks.*.norm1',
+    'blocks_*/norm2': 'blocks.*.norm2',
+    'blocks_*/ls1': 'blocks.*.ls1',
+    'blocks_*/ls2': 'blocks.*.ls2',
+    'blocks_*/attn/qkv': 'blocks.*.attn.qkv',
+    'blocks_*/attn/q_norm': 'blocks.*.attn.q_norm',
+    'blocks_*/attn/k_norm': 'blocks.*.attn.k_norm',
+    'blocks_*/attn/proj': 'blocks.*.attn.proj',
+    'blocks_*/mlp/fc1': 'blocks.*.mlp.fc1',
+    'blocks_*/mlp/fc2': 'blocks.*.mlp.fc2',
+    'blocks_*/moe/query_norm': 'blocks.*.mlp.slot_norm',
+    'blocks_*/moe/core_experts/mlp/fc1': 'blocks.*.mlp.core_experts.vit_fc1',
+    'blocks_*/moe/core_experts/mlp/fc2': 'blocks.*.mlp.core_experts.vit_fc2',
+    'blocks_*/moe/universal_experts/mlp/fc1': 'blocks.*.mlp.univ_experts.vit_fc1',
+    'blocks_*/moe/universal_experts/mlp/fc2': 'blocks.*.mlp.univ_experts.vit_fc2',
+    'blocks_*/moe/key_projection': 'blocks.*.mlp.phi_key_proj',
+    'blocks_*/moe/query_projection': 'blocks.*.mlp.phi_query_proj',
+}
 _LEAVES = {'kernel': 'weight', 'scale': 'weight', 'bias': 'bias', 'gamma': 'gamma'}
 _PROJECTION_LEAVES = {'scale': 'gamma', 'bias': 'beta'}
-_MODULE_NAMES = dict(_MODULES)
 _BLOCK = re.compile(r'blocks_(\d+)')
 
 
@@ -60,7 +56,7 @@ def tensor_names(path: str) -> tuple[str, ...]:
         names = ['blocks.*.mlp.scales.0', 'blocks.*.mlp.scales.1']
     else:
         leaves = _PROJECTION_LEAVES if module.endswith('_projection') else _LEAVES
-        names = [f'{_MODULE_NAMES[module]}.{leaves[leaf]}']
+        names = [f'{_MODULES[module]}.{leaves[leaf]}']
     return tuple(name.replace('*', block[1]) if block else name for name in names)
 
 
@@ -82,25 +78,6 @@ def from_tensors(path: str, tensors: Sequence[np.ndarray]) -> np.ndarray:
     if path == 'patch_embed/kernel':
         return tensors[0].transpose(2, 3, 1, 0).reshape(-1, tensors[0].shape[0])
     return _swap_in_and_out(path, tensors[0])
-
-
-def tensor_shapes(path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Shapes in the file of the tensors that hold a parameter of the given shape."""
-    probe = np.broadcast_to(np.float32(0), shape)
-    return {name: np.shape(value) for name, value in to_tensors(path, probe).items()}
-
-
-def state_dict(params: FlatParams) -> dict[str, np.ndarray]:
-    """Flat parameters -> a state dict with timm's and MoE Jetpack's names and layouts."""
-    tensors: dict[str, Any] = {}
-    for path, value in params.items():
-        tensors |= to_tensors(path, np.asarray(value))
-    return {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-
-
-def module_table() -> Mapping[str, str]:
-    """Module paths -> tensor name stems, with `*` for a block's number."""
-    return dict(_MODULES)
 
 
 def _swap_in_and_out(path: str, value: np.ndarray) -> np.ndarray:

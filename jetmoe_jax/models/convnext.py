@@ -13,30 +13,10 @@ import jax.numpy as jnp
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.layers import DropPath, LayerScale, linear_over_depth
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp, linear_init
-from jetmoe_jax.moe.spheromoe import SETTINGS, SpheroMoE
+from jetmoe_jax.moe.spheromoe import SpheroMoE
 
 KERNEL_SIZE = 7  # of the depthwise convolutions
 _MARGIN = KERNEL_SIZE // 2
-
-_FEMTO = dict(widths=(48, 96, 192, 384), depths=(2, 2, 6, 2), conv_mlp=True)
-
-# timm's models by name, and C-JetMoE-F: attributes of ConvNeXt.
-VARIANTS: dict[str, dict[str, Any]] = {
-    'convnext_atto': dict(widths=(40, 80, 160, 320), depths=(2, 2, 6, 2), conv_mlp=True),
-    'convnext_femto': _FEMTO,
-    'convnext_pico': dict(widths=(64, 128, 256, 512), depths=(2, 2, 6, 2), conv_mlp=True),
-    'convnext_nano': dict(widths=(80, 160, 320, 640), depths=(2, 2, 8, 2), conv_mlp=True),
-    'convnext_tiny': dict(widths=(96, 192, 384, 768), depths=(3, 3, 9, 3)),
-    'convnext_small': dict(widths=(96, 192, 384, 768), depths=(3, 3, 27, 3)),
-    'convnext_base': dict(widths=(128, 256, 512, 1024), depths=(3, 3, 27, 3)),
-    # At 224 pixels stage 2 has 196 tokens and stage 3 has 49: the experts follow.
-    'cjetmoe_f': _FEMTO
-    | dict(
-        moe_blocks=((2, 3), (2, 4), (2, 5), (3, 0), (3, 1)),
-        moe=SETTINGS['released']
-        | dict(core_experts=(0, 0, 98, 24), universal_experts=(0, 0, 196, 48)),
-    ),
-}
 
 
 class DepthwiseConv(nn.Module):
@@ -210,13 +190,23 @@ class ConvNeXt(nn.Module):
         return tuple(int(width * self.mlp_ratio) for width in self.widths)
 
     @property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Path of every block, in order -> channels and hidden neurons of its MLP."""
+        return {_path(s, i): (self.widths[s], self.mlp_hiddens[s]) for s, i in self._pairs}
+
+    @property
+    def moe_paths(self) -> tuple[str, ...]:
+        """Paths of the blocks with a MoE layer."""
+        return tuple(_path(stage, i) for stage, i in self.moe_blocks)
+
+    @property
+    def _pairs(self) -> tuple[tuple[int, int], ...]:
         """(stage, block) of every block, in order."""
         return tuple((s, i) for s, depth in enumerate(self.depths) for i in range(depth))
 
-    def moe_layer(self, block: tuple[int, int] | None = None) -> SpheroMoE:
-        """The MoE layer of a (stage, block), the last one's by default, unbound."""
-        stage, i = max(self.moe_blocks) if block is None else block
+    def moe_layer(self, path: str) -> SpheroMoE:
+        """The MoE layer of a block, unbound."""
+        stage, i = next(pair for pair in self._pairs if _path(*pair) == path)
         arguments = self._moe_arguments(stage, i)
         hidden = self.mlp_hiddens[stage]
         return SpheroMoE(hidden=hidden, dtype=self.dtype, **arguments, parent=None)
@@ -228,8 +218,8 @@ class ConvNeXt(nn.Module):
         x = Dense(self.widths[0], dtype=self.dtype, name='stem_conv')(patches)
         x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='stem_norm')(x)
 
-        rates = linear_over_depth(self.drop_path, len(self.blocks))
-        drop_path = dict(zip(self.blocks, rates, strict=True))
+        rates = linear_over_depth(self.drop_path, len(self._pairs))
+        drop_path = dict(zip(self._pairs, rates, strict=True))
         for stage, (width, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
             blocks = [
                 dict(
@@ -254,8 +244,8 @@ class ConvNeXt(nn.Module):
         if (stage, block) not in map(tuple, self.moe_blocks):
             return None
         moe = {k: v[stage] if isinstance(v, tuple | list) else v for k, v in self.moe.items()}
-        rates = linear_over_depth(moe.get('expert_dropout', 0.0), len(self.blocks))
-        return moe | {'expert_dropout': rates[self.blocks.index((stage, block))]}
+        rates = linear_over_depth(moe.get('expert_dropout', 0.0), len(self._pairs))
+        return moe | {'expert_dropout': rates[self._pairs.index((stage, block))]}
 
     def _check(self, images: jax.Array) -> None:
         stages, cell = len(self.depths), self.patch_size * 2 ** (len(self.depths) - 1)
@@ -277,7 +267,7 @@ class ConvNeXt(nn.Module):
         if self.moe_blocks and self.moe is None:
             raise UserError('moe_blocks are given without the arguments of the layer (moe).')
         for block in self.moe_blocks:
-            if tuple(block) not in self.blocks:
+            if tuple(block) not in self._pairs:
                 raise UserError(
                     f'moe_blocks has {block}, which is no (stage, block) of a model with depths '
                     f'{tuple(self.depths)}; both are counted from 0.'
@@ -288,6 +278,10 @@ class ConvNeXt(nn.Module):
                     f'{name} of moe is {value}; give one number, or one for each of the {stages} '
                     'stages.'
                 )
+
+
+def _path(stage: int, block: int) -> str:
+    return f'stages_{stage}/blocks_{block}'
 
 
 def _patches(x: jax.Array, p: int) -> jax.Array:

@@ -140,10 +140,19 @@ class ViT(nn.Module):
     def mlp_hidden(self) -> int:
         return int(self.width * self.mlp_ratio)
 
-    def moe_layer(self, block: int | None = None) -> SpheroMoE:
-        """The MoE layer of a block (the last one's by default), unbound."""
-        block = max(self.moe_blocks) if block is None else block
-        arguments = self._moe_arguments(block)
+    @property
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Path of every block, in order -> channels and hidden neurons of its MLP."""
+        return {f'blocks_{i}': (self.width, self.mlp_hidden) for i in range(self.depth)}
+
+    @property
+    def moe_paths(self) -> tuple[str, ...]:
+        """Paths of the blocks with a MoE layer."""
+        return tuple(f'blocks_{i}' for i in self.moe_blocks)
+
+    def moe_layer(self, path: str) -> SpheroMoE:
+        """The MoE layer of a block, unbound."""
+        arguments = self._moe_arguments(int(path.removeprefix('blocks_')))
         return SpheroMoE(hidden=self.mlp_hidden, dtype=self.dtype, **arguments, parent=None)
 
     @nn.compact

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.parameters import flatten
+from jetmoe_jax.models.registry import Model
 
 # What the model sows in every block -> the units it measures.
 POSITIONS = {
@@ -26,36 +28,37 @@ METRICS = ('L1', 'L2', 'active')
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean statistics over groups of images; `values[position][metric]` is (blocks, units) float64.
+    """Mean statistics over groups of images: `values[block][position][metric]` is (units,) float64.
 
     L1 and L2 are norms, `active` counts values above zero, over the images and tokens of a group.
     """
 
-    values: Mapping[str, Mapping[str, np.ndarray]]
+    values: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]]
     images: int
 
-    def of(self, position: str, block: int, metric: str = 'L2') -> np.ndarray:
-        """(units,) of one block."""
-        return self.values[position][metric][block]
+    def of(self, block: str, position: str, metric: str = 'L2') -> np.ndarray:
+        """(units,) of one block, named by its path."""
+        return self.values[block][position][metric]
 
     def save(self, path: str | Path) -> None:
         """Writes one `.npz`."""
-        flat = {f'{p}/{m}': v for p, of_p in self.values.items() for m, v in of_p.items()}
-        np.savez(path, images=self.images, **flat)
+        nested = {block: dict(of_block) for block, of_block in self.values.items()}
+        np.savez(path, images=self.images, **flatten_dict(nested, sep=':'))
 
     @classmethod
     def load(cls, path: str | Path) -> 'Statistics':
         """Reads what `save` wrote."""
         try:
             with np.load(path) as f:
-                values = {p: {m: f[f'{p}/{m}'] for m in METRICS} for p in POSITIONS}
-                return cls(values, int(f['images']))
+                images = int(f['images'])
+                values = {name: f[name] for name in f.files if name != 'images'}
+            return cls(unflatten_dict(values, sep=':'), images)
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise UserError(f'{path} cannot be read as saved statistics: {error}.') from error
 
 
 def collect_statistics(
-    model: nn.Module,
+    model: Model,
     params: Mapping,
     batches: Iterable[tuple[np.ndarray, np.ndarray]],
     group: int = 1,
@@ -63,7 +66,7 @@ def collect_statistics(
     """Statistics of a dense model over batches of (images, mask).
 
     Args:
-      model: a dense ViT.
+      model: a dense ViT or ConvNeXt.
       params: its parameters, nested.
       batches: normalised images (b height width 3) and a mask (b,) of 0 and 1.
       group: images that share a norm; the result does not depend on the batch size if that is a
@@ -72,33 +75,30 @@ def collect_statistics(
     Raises:
       UserError: there is no image.
     """
-    blocks = range(model.depth)
 
     @jax.jit
-    def measure(images: jax.Array, mask: jax.Array) -> dict:
+    def measure(images: jax.Array, mask: jax.Array) -> dict[str, dict[str, jax.Array]]:
         _, sown = model.apply({'params': params}, images, mutable=['intermediates'])
-        sown = sown['intermediates']
+        measured = {block: {} for block in model.blocks}
+        for path, (x,) in flatten(sown['intermediates']).items():
+            block = next((b for b in model.blocks if path.startswith(b + '/')), None)
+            if (position := path.rpartition('/')[2]) in POSITIONS:
+                measured[block][position] = _group_sums(x, mask, group)
+        return measured
 
-        def stack(position: str) -> jax.Array:
-            name = {'mlp_act': 'mlp', 'attn_proj_input': 'attn'}.get(position)
-            of_block = [sown[f'blocks_{i}'][name] if name else sown[f'blocks_{i}'] for i in blocks]
-            return jnp.stack([_group_sums(x[position][0], mask, group) for x in of_block], axis=1)
-
-        return {position: stack(position) for position in POSITIONS}
-
-    totals = {p: np.zeros((len(METRICS), model.depth, 1)) for p in POSITIONS}
+    totals: dict[str, dict[str, np.ndarray]] = {}
     images_seen, groups = 0, 0
     for images, mask in batches:
         if len(images) % group:
             raise UserError(f'a batch of {len(images)} images is not a multiple of group {group}.')
-        for position, value in measure(images, mask).items():
-            # Added up in float64 on the host: float32 sums of 30,000 images would drift.
-            totals[position] = totals[position] + np.asarray(value, np.float64)
+        # Added up in float64 on the host: float32 sums of 30,000 images would drift.
+        sums = jax.tree.map(lambda x: np.asarray(x, np.float64), measure(images, mask))
+        totals = jax.tree.map(np.add, totals, sums) if totals else sums
         images_seen += int(np.sum(mask))
         groups += int(np.sum(np.reshape(mask, (-1, group)).any(axis=1)))
     if not groups:
         raise UserError('there is no calibration image; give at least one batch.')
-    values = {p: dict(zip(METRICS, total / groups, strict=True)) for p, total in totals.items()}
+    values = jax.tree.map(lambda total: dict(zip(METRICS, total / groups, strict=True)), totals)
     return Statistics(values, images_seen)
 
 

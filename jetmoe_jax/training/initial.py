@@ -16,8 +16,7 @@ from jetmoe_jax.data.preprocess import eval_transform
 from jetmoe_jax.data.sources import Source, normalisation
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import FlatParams, init_params, unflatten
-from jetmoe_jax.models.registry import create_model
-from jetmoe_jax.models.vit import ViT
+from jetmoe_jax.models.registry import Model, create_model
 from jetmoe_jax.recycling.selection import generator
 from jetmoe_jax.recycling.statistics import Statistics, collect_statistics
 from jetmoe_jax.recycling.strategies import inherit, recycle
@@ -29,7 +28,7 @@ CALIBRATION_BATCH = 64
 class Start:
     """A model, its preprocessing, and how to make its first parameters (unless restarted)."""
 
-    model: ViT
+    model: Model
     mean: tuple[float, ...]
     std: tuple[float, ...]
     reports: list[LoadReport]
@@ -69,7 +68,7 @@ def _recycle(
     config: ConfigDict,
     source: Source,
     workdir: Path,
-    model: ViT,
+    model: Model,
     predecessor: Checkpoint,
     same_size: Checkpoint | None,
 ) -> FlatParams:

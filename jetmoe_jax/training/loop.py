@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from clu import parameter_overview
 from ml_collections import ConfigDict
 
-from jetmoe_jax.analysis.cost import vit_cost
+from jetmoe_jax.analysis.cost import model_cost
 from jetmoe_jax.checkpoints.workdir import CheckpointStore, check_same_model, load_workdir
 from jetmoe_jax.data.loader import eval_batches, train_loader
 from jetmoe_jax.data.preprocess import check_augment, eval_transform, train_transform
@@ -91,7 +92,7 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
 
     # State: of the newest checkpoint, or new.
     schedule = make_schedule(config.optimizer, steps, steps_per_epoch)
-    optimizer = make_optimizer(config.optimizer, schedule, model.depth)
+    optimizer = make_optimizer(config.optimizer, schedule, model.blocks)
     store = CheckpointStore(workdir, keep=config.keep_checkpoints)
     first = store.latest_step()
     if first is not None:
@@ -107,11 +108,13 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
         began = time.monotonic()
         state = create_state(start.make_params(), optimizer, config.seed, mesh)
         logger.info('Initial parameters (%s): %.1f s.', config.init, time.monotonic() - began)
+        overview = parameter_overview.get_parameter_overview(state.params, include_stats=False)
+        (workdir / 'parameters.txt').write_text(overview + '\n')
         first = 0
     logger.info(
         '%s: %s. %d training and %d validation images, %d steps of %d.',
         config.model if config.init != 'dense' else config.dense,
-        vit_cost(model),
+        model_cost(model),
         len(train_source),
         len(val_source),
         steps,

@@ -15,8 +15,9 @@ from jetmoe_jax.checkpoints.convnext import (
     to_tensors,
 )
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.convnext import VARIANTS, ConvNeXt, grouped_conv, sum_of_shifts
+from jetmoe_jax.models.convnext import ConvNeXt, grouped_conv, sum_of_shifts
 from jetmoe_jax.models.parameters import flatten, param_count, param_shapes, unflatten
+from jetmoe_jax.models.registry import MODELS, create_model
 
 REFERENCE = Path(__file__).parents[2] / 'third_party' / 'reference'
 CATALOGUE = json.loads((REFERENCE / 'timm_catalogue.json').read_text())
@@ -85,7 +86,7 @@ def test_a_checkpoint_of_timm_is_inferred_to_its_exact_tensors(name):
     entry = CATALOGUE[name]
     tensors = {n: np.broadcast_to(np.float32(0), shape) for n, shape in entry['state'].items()}
     model = infer_convnext(tensors, name)
-    variant = VARIANTS[name.partition('.')[0]]
+    variant = MODELS[name.partition('.')[0]][1]
     assert {key: getattr(model, key) for key in variant} == variant
     assert tensor_shapes(model) == entry['state']
     assert param_count(model) == entry['params']
@@ -96,12 +97,12 @@ def test_a_checkpoint_of_timm_is_inferred_to_its_exact_tensors(name):
     [('atto', 3.70), ('pico', 9.05), ('nano', 15.59), ('small', 50.22), ('base', 88.59)],
 )
 def test_variants_have_the_published_number_of_parameters(name, millions):
-    model = ConvNeXt(**VARIANTS[f'convnext_{name}'])
+    model = create_model(f'convnext_{name}')
     assert param_count(model) / 1e6 == pytest.approx(millions, abs=0.005)
 
 
 def test_cjetmoe_f_has_moe_layers_where_they_belong():
-    model = ConvNeXt(**VARIANTS['cjetmoe_f'])
+    model = create_model('cjetmoe_f')
     shapes = param_shapes(model)
     experts = {}
     for path, leaf in shapes.items():
@@ -135,7 +136,7 @@ def test_cjetmoe_f_has_the_parameters_of_its_parts():
     dense = CATALOGUE['convnext_femto.d1_in1k']['params']
     stage_2 = 3 * (moe(192, 98, 196) - mlp(192, 768))
     stage_3 = 2 * (moe(384, 24, 48) - mlp(384, 1536))
-    count = param_count(ConvNeXt(**VARIANTS['cjetmoe_f']))
+    count = param_count(create_model('cjetmoe_f'))
     assert count == dense + stage_2 + stage_3 == 217_859_138
 
 
@@ -148,7 +149,9 @@ def test_a_moe_model_survives_its_tensor_names():
         tensors |= to_tensors(path, np.asarray(value))
     inferred = infer_convnext(tensors, 'exported', image_size=model.image_size)
     assert inferred.moe_blocks == model.moe_blocks
-    assert inferred.moe_layer((1, 1)).path_widths(12) == model.moe_layer((1, 1)).path_widths(12)
+    assert inferred.moe_layer('stages_1/blocks_1').path_widths(12) == model.moe_layer(
+        'stages_1/blocks_1'
+    ).path_widths(12)
     assert param_shapes(inferred) == param_shapes(model)
     for path, value in params.items():
         again = from_tensors(path, [tensors[name] for name in tensor_names(path)])
@@ -204,8 +207,8 @@ def test_without_classes_the_pooled_features_are_the_output():
 
 
 def test_rates_grow_linearly_over_all_blocks():
-    model = ConvNeXt(**VARIANTS['cjetmoe_f'])
-    rates = [model.moe_layer(block).expert_dropout for block in model.moe_blocks]
+    model = create_model('cjetmoe_f')
+    rates = [model.moe_layer(path).expert_dropout for path in model.moe_paths]
     np.testing.assert_allclose(rates, [0.1 * i / 11 for i in (7, 8, 9, 10, 11)])
 
 
@@ -219,10 +222,12 @@ def test_bfloat16_computes_near_float32():
 
 
 def test_a_model_is_rebuilt_from_the_json_of_its_attributes():
-    attributes = VARIANTS['cjetmoe_f'] | dict(depths=(1, 1, 4, 1), moe_blocks=((2, 3), (3, 0)))
+    attributes = MODELS['cjetmoe_f'][1] | dict(depths=(1, 1, 4, 1), moe_blocks=((2, 3), (3, 0)))
     from_json = json.loads(json.dumps(attributes))
     rebuilt = ConvNeXt(**{k: tuple(v) if isinstance(v, list) else v for k, v in from_json.items()})
-    assert rebuilt.moe_layer() == ConvNeXt(**attributes).moe_layer()
+    assert rebuilt.moe_layer('stages_3/blocks_0') == ConvNeXt(**attributes).moe_layer(
+        'stages_3/blocks_0'
+    )
     assert param_shapes(rebuilt) == param_shapes(ConvNeXt(**attributes))
 
 

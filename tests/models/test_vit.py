@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jetmoe_jax.checkpoints.files import StateDict
+from jetmoe_jax.checkpoints.layout import layout_of
 from jetmoe_jax.checkpoints.load import fit
-from jetmoe_jax.checkpoints.names import tensor_shapes
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import param_count, param_shapes, unflatten
 from jetmoe_jax.models.registry import create_model
@@ -83,7 +83,10 @@ def test_vjetmoe_t_has_the_published_parameters():
     released = json.loads((REFERENCE / 'moe_jetpack_vjetmoe_t_state.json').read_text())
     ours = {}
     for path, leaf in param_shapes(model).items():
-        ours |= {name: list(shape) for name, shape in tensor_shapes(path, leaf.shape).items()}
+        ours |= {
+            name: list(shape)
+            for name, shape in layout_of(model).tensor_shapes(path, leaf.shape).items()
+        }
     assert param_count(model) == released['params'] == 265_411_636
     assert ours == released['state']
 
@@ -108,7 +111,7 @@ def test_evaluation_is_deterministic_and_training_is_not():
 
 def test_expert_dropout_grows_linearly_over_depth():
     model = create_model('vjetmoe_t', moe=dict(expert_dropout=0.11))
-    rates = [model.moe_layer(block).expert_dropout for block in model.moe_blocks]
+    rates = [model.moe_layer(path).expert_dropout for path in model.moe_paths]
     np.testing.assert_allclose(rates, [0.06, 0.07, 0.08, 0.09, 0.1, 0.11])
 
 

@@ -1,23 +1,19 @@
 """Recycling against weights and statistics recorded from the released code."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetmoe_jax.checkpoints.files import StateDict
+from jetmoe_jax.checkpoints.layout import state_dict
 from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, fit
-from jetmoe_jax.checkpoints.names import state_dict
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import param_shapes, unflatten
 from jetmoe_jax.models.vit import ViT
+from jetmoe_jax.recycling.dense import DenseSets, select_by_sets, weight_selection
 from jetmoe_jax.recycling.statistics import Statistics, collect_statistics
-from jetmoe_jax.recycling.strategies import (
-    DenseSets,
-    recycle,
-    select_by_dimension,
-    select_by_sets,
-    select_experts,
-)
+from jetmoe_jax.recycling.strategies import recycle, select_experts
 
 MOE = dict(core_experts=2, universal_experts=3, universal_factor=0.25)
 
@@ -84,7 +80,7 @@ def test_statistics_agree_with_the_recorded_ones(recorded, statistics):
         for block in (0, 5, 11):
             for metric in metrics:
                 expected = recorded[f'stats/{position}/{block}/{metric}']
-                value = statistics.of(ours[position], block, metrics[metric])
+                value = statistics.of(f'blocks_{block}', ours[position], metrics[metric])
                 np.testing.assert_allclose(value, expected, atol=1e-5 * np.abs(expected).max())
 
 
@@ -101,15 +97,18 @@ def test_statistics_do_not_depend_on_the_batch_size(recorded, teacher):
 
     one, five = of_batches(12), of_batches(5)
     assert one.images == five.images == 12
-    for position, values in one.values.items():
-        for metric, value in values.items():
-            np.testing.assert_allclose(five.values[position][metric], value, rtol=1e-6, atol=1e-6)
+    assert len(one.values) == 12
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), five.values, one.values
+    )
 
 
 def test_statistics_survive_saving(tmp_path, statistics):
     statistics.save(tmp_path / 's.npz')
     loaded = Statistics.load(tmp_path / 's.npz')
-    np.testing.assert_array_equal(loaded.of('mlp_act', 3), statistics.of('mlp_act', 3))
+    np.testing.assert_array_equal(
+        loaded.of('blocks_3', 'mlp_act'), statistics.of('blocks_3', 'mlp_act')
+    )
     (tmp_path / 'cut.npz').write_bytes((tmp_path / 's.npz').read_bytes()[:500])
     with pytest.raises(UserError, match='cut.npz cannot be read as saved statistics'):
         Statistics.load(tmp_path / 'cut.npz')
@@ -117,7 +116,7 @@ def test_statistics_survive_saving(tmp_path, statistics):
 
 def test_uniform_recycling_gives_the_recorded_weights(recorded, teacher):
     params, _ = recycle(student(), teacher, strategy='uniform', non_experts='uniform')
-    ours = state_dict(params)
+    ours = state_dict(student(), params)
     expected = {
         k.removeprefix('dualpath_uniform/'): v for k, v in recorded.items() if 'dualpath' in k
     }
@@ -131,8 +130,8 @@ def test_sampled_index_sets_give_the_recorded_weights(reference, teacher):
     blocks = range(12)
     sets = DenseSets(
         drawn['dense_idx/channel/0'],
-        {i: drawn[f'dense_idx/attn/{i}'] for i in blocks},
-        {i: drawn[f'dense_idx/mlp/{i}'] for i in blocks},
+        {f'blocks_{i}': drawn[f'dense_idx/attn/{i}'] for i in blocks},
+        {f'blocks_{i}': drawn[f'dense_idx/mlp/{i}'] for i in blocks},
     )
     dense = {
         path: select_by_sets(path, value, sets)
@@ -141,11 +140,11 @@ def test_sampled_index_sets_give_the_recorded_weights(reference, teacher):
         and not any(path.startswith(f'blocks_{i}/mlp') for i in (10, 11))
     }
     expected = {k.removeprefix('selected_L2/'): v for k, v in drawn.items() if 'selected_L2' in k}
-    for name, value in state_dict(dense).items():
+    for name, value in state_dict(student(), dense).items():
         np.testing.assert_array_equal(expected.pop(name), value, err_msg=name)
     for block in (10, 11):
         channels, neurons = drawn[f'moe_idx/channel/{block}'], drawn[f'moe_idx/mlp/{block}']
-        experts = select_experts(teacher.params, block, channels, neurons)
+        experts = select_experts(teacher.params, f'blocks_{block}', channels, neurons)
         for leaf, value in experts.items():
             fc, kind = leaf.split('/')
             name = f'blocks.{block}.mlp.experts.vit_{fc}.' + kind.replace('kernel', 'weight')
@@ -161,11 +160,11 @@ def test_weight_selection_gives_the_recorded_weights(reference):
     shapes = {name: value.shape for name, value in selected.items()}
     successor = ViT(image_size=32, patch_size=8, width=16, depth=2, num_heads=2, mlp_ratio=3,
                     num_classes=10)  # fmt: skip
+    select = weight_selection(teacher.model, successor)
+    shapes_of_ours = param_shapes(successor).items()
     ours = state_dict(
-        {
-            path: select_by_dimension(path, teacher.params[path], leaf.shape)
-            for path, leaf in param_shapes(successor).items()
-        }
+        successor,
+        {path: select(path, teacher.params[path], leaf.shape) for path, leaf in shapes_of_ours},
     )
     for name in shapes:
         np.testing.assert_array_equal(ours[name], selected[name], err_msg=name)
@@ -178,12 +177,15 @@ def test_importance_recycling_is_what_its_record_says(teacher, statistics):
         fc2_bias = teacher.params[f'blocks_{block}/mlp/fc2/bias']
         for path, width in {'core_experts': 24, 'universal_experts': 6}.items():
             prefix = f'blocks_{block}/moe/{path}/mlp/'
-            channels, neurons = record.channels[block][path], record.neurons[block][path]
+            channels, neurons = (
+                record.channels[f'blocks_{block}'][path],
+                record.neurons[f'blocks_{block}'][path],
+            )
             assert neurons.shape[1] == width
             for i, (c, m) in enumerate(zip(channels, neurons, strict=True)):
                 np.testing.assert_array_equal(params[prefix + 'fc1/kernel'][i], fc1[c][:, m])
                 np.testing.assert_array_equal(params[prefix + 'fc2/bias'][i], fc2_bias[c])
-    different = record.channels[10]['core_experts']
+    different = record.channels['blocks_10']['core_experts']
     assert (different[0] != different[1]).any()
     assert record.origin['head/kernel'] == record.origin['blocks_10/moe/phi'] == 'fresh'
     assert record.origin['norm/scale'] == 'teacher: norm/scale'
@@ -213,7 +215,7 @@ def test_importance_picks_the_non_expert_channels_of_largest_norm(teacher, stati
     params, _ = recycle(
         student(), teacher, strategy='uniform', non_experts='importance', statistics=statistics
     )
-    norm = statistics.values['mlp_input']['L2'].sum(0)
+    norm = sum(statistics.of(f'blocks_{i}', 'mlp_input') for i in range(12))
     top = np.sort(np.argsort(-norm)[:12])
     np.testing.assert_array_equal(params['cls_token'], teacher.params['cls_token'][..., top])
 
@@ -227,7 +229,7 @@ def test_importance_picks_the_non_expert_channels_of_largest_norm(teacher, stati
         (dict(strategy='uniform', successor=student(width=48)), '48 units are asked for'),
         (
             dict(strategy='uniform', successor=student(depth=13, moe_blocks=(12,))),
-            'teacher has nothing for blocks_12/.* .its depth is 12',
+            'teacher has nothing for blocks_12/.* .it has 12 blocks',
         ),
     ],
 )

@@ -42,12 +42,14 @@ def test_only_matrices_decay():
     ],
 )
 def test_rates_fall_by_the_layer_and_moe_layers_keep_the_full_one(path, layer):
-    assert layer_scale(path, 0.6, 12) == pytest.approx(0.6 ** (13 - layer))
+    assert layer_scale(path, 0.6, [f'blocks_{i}' for i in range(12)]) == pytest.approx(
+        0.6 ** (13 - layer)
+    )
 
 
 def test_a_step_is_clipped_adamw_with_decoupled_decay():
     config = default_config().optimizer
-    optimizer = make_optimizer(config, lambda step: 0.01, depth=2)
+    optimizer = make_optimizer(config, lambda step: 0.01, blocks=['blocks_0', 'blocks_1'])
     params = {'blocks_0': {'attn': {'qkv': {'kernel': jnp.full((2,), 2.0)}}}}
     grads = {'blocks_0': {'attn': {'qkv': {'kernel': jnp.array([30.0, -40.0])}}}}
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
@@ -59,7 +61,7 @@ def test_a_step_is_clipped_adamw_with_decoupled_decay():
 def test_gradients_are_clipped_to_the_global_norm():
     config = default_config().optimizer
     config.eps = 1.0  # then the step shows the gradient's size: g / (|g| + 1)
-    optimizer = make_optimizer(config, lambda step: 1.0, depth=1)
+    optimizer = make_optimizer(config, lambda step: 1.0, blocks=['blocks_0'])
     params = {'head': {'bias': jnp.zeros(2)}}
     grads = {'head': {'bias': jnp.array([30.0, -40.0])}}
     updates, _ = optimizer.update(grads, optimizer.init(params), params)

@@ -42,7 +42,7 @@ def run(mesh, steps=3, model=MODEL, **changes):
     config = default_config()
     config.update(changes)
     schedule = lambda step: 1e-2  # noqa: E731
-    optimizer = make_optimizer(config.optimizer, schedule, model.depth)
+    optimizer = make_optimizer(config.optimizer, schedule, model.blocks)
     state = create_state(init_params(model, 0), optimizer, seed=0, mesh=mesh)
     step = make_train_step(model, optimizer, schedule, config, MEAN, STD, mesh, state)
     metrics = []
@@ -73,7 +73,7 @@ def test_eight_devices_give_the_numbers_of_one(on_one_device, expert):
 
 def test_experts_and_their_moments_are_split_over_the_expert_axis():
     mesh = make_mesh(4)
-    optimizer = make_optimizer(default_config().optimizer, lambda step: 1.0, 2)
+    optimizer = make_optimizer(default_config().optimizer, lambda step: 1.0, MODEL.blocks)
     state = create_state(init_params(MODEL, 0), optimizer, 0, mesh)
     path = ('blocks_1', 'moe', 'core_experts', 'mlp', 'fc1', 'kernel')
     for tree in (state.params, state.opt_state[1].mu, state.opt_state[1].nu):
@@ -103,7 +103,7 @@ def test_training_learns_a_batch():
     config = default_config()
     config.update(ALL_OFF)
     schedule = lambda step: 5e-3  # noqa: E731
-    optimizer = make_optimizer(config.optimizer, schedule, MODEL.depth)
+    optimizer = make_optimizer(config.optimizer, schedule, MODEL.blocks)
     state = create_state(init_params(MODEL, 0), optimizer, seed=0, mesh=mesh)
     step = make_train_step(MODEL, optimizer, schedule, config, MEAN, STD, mesh, state)
     batch = shard_batch(batches(1)[0], mesh)

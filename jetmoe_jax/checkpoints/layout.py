@@ -1,0 +1,44 @@
+"""How a model's parameters lie in a file: the names and layouts of its family."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import flax.linen as nn
+import numpy as np
+
+from jetmoe_jax.checkpoints import convnext, names
+from jetmoe_jax.models.convnext import ConvNeXt
+from jetmoe_jax.models.parameters import FlatParams
+
+
+class Layout(NamedTuple):
+    """Names and conversions of one family; see names.py for what each function does."""
+
+    tensor_names: Callable[[str], tuple[str, ...]]
+    to_tensors: Callable[[str, np.ndarray], dict[str, np.ndarray]]
+    from_tensors: Callable[[str, Sequence[np.ndarray]], np.ndarray]
+    head: str  # name of the classifier's module
+
+    def tensor_shapes(self, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Shapes in the file of the tensors that hold a parameter of the given shape."""
+        probe = np.broadcast_to(np.float32(0), shape)
+        return {name: np.shape(value) for name, value in self.to_tensors(path, probe).items()}
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The layout of a ViT or a ConvNeXt."""
+    if isinstance(model, ConvNeXt):
+        to_tensors = partial(convnext.to_tensors, conv_mlp=model.conv_mlp)
+        return Layout(convnext.tensor_names, to_tensors, convnext.from_tensors, 'head.fc')
+    return Layout(names.tensor_names, names.to_tensors, names.from_tensors, 'head')
+
+
+def state_dict(model: nn.Module, params: FlatParams) -> dict[str, np.ndarray]:
+    """Flat parameters -> a state dict with timm's and MoE Jetpack's names and layouts."""
+    to_tensors = layout_of(model).to_tensors
+    tensors: dict[str, np.ndarray] = {}
+    for path, value in params.items():
+        tensors |= to_tensors(path, np.asarray(value))
+    # np.ascontiguousarray would give the scalars among them an axis.
+    return {name: np.require(value, requirements='C') for name, value in tensors.items()}
