@@ -36,7 +36,7 @@ def run(main: Callable[[Sequence[str]], Any], required: Sequence[str] = ()) -> N
     logger.addHandler(messages)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    absl_logging.set_verbosity(absl_logging.WARNING)  # Orbax tells each of its steps at INFO
+    absl_logging.set_verbosity(absl_logging.ERROR)  # Orbax tells each of its steps below that
     app.run(guarded, flags_parser=lambda argv: _parse(argv, required))
 
 

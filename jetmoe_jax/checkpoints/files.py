@@ -71,6 +71,7 @@ def write_state_dict(
     partial = path.with_name(path.name + '.partial')
     metadata = {'format': 'pt'} | ({METADATA_KEY: json.dumps(dict(hints))} if hints else {})
     save_file(dict(tensors), partial, metadata=metadata)
+    partial.chmod(0o644)  # safetensors makes it the owner's alone
     partial.replace(path)
 
 

@@ -97,7 +97,7 @@ def recycle(
         params |= _recycle_experts(
             successor, predecessor, block, strategy, statistics, seed, record
         )
-    params |= init_params(successor, seed, fresh)
+    params |= init_params(successor, _fresh_seed(seed), fresh)
     record.origin |= dict.fromkeys(fresh, 'fresh')
     return {path: params[path] for path in shapes}, record
 
@@ -168,6 +168,15 @@ def _recycle_experts(
         record.channels[block][path], record.neurons[block][path] = c_i, m_i
         first += e
     return params
+
+
+def _fresh_seed(seed: int) -> int:
+    """A seed for what is made fresh, other than `seed` itself.
+
+    A dense model that was trained from the same seed would fit the head that it started with: the
+    successor's head is not to be that one again.
+    """
+    return int(generator(seed).integers(2**31))
 
 
 def _fit(path: str, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

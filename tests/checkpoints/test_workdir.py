@@ -210,6 +210,8 @@ def empty(path):
     path.write_bytes(b'')
 
 
+# Orbax leaves its other reads unfinished when one fails.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('harm', [delete, cut, empty])
 @pytest.mark.parametrize('part', [arrays, metadata])
 def test_a_damaged_checkpoint_is_named_and_an_earlier_one_still_loads(damaged, initial, part, harm):
