@@ -40,20 +40,25 @@ def run(main: Callable[[Sequence[str]], Any], required: Sequence[str] = ()) -> N
     app.run(guarded, flags_parser=lambda argv: _parse(argv, required))
 
 
-def define_model_flags() -> None:
-    """Flags for what a file's shapes cannot tell of a model."""
+def define_checkpoint_flags() -> None:
+    """Flags of the commands that read a checkpoint: what its shapes cannot tell, and which one."""
     flags.DEFINE_integer('num_heads', None, "Attention heads; width / 64 if the file doesn't say.")
     flags.DEFINE_enum('pool', None, POOLS, "Pooling; by the final norm's name if it isn't given.")
     flags.DEFINE_integer('image_size', None, "Pixels; those of the file's position grid otherwise.")
+    flags.DEFINE_integer('num_classes', None, "Another count than the file's makes a fresh head.")
     flags.DEFINE_enum('combine', None, list(COMBINE), "V-JetMoE's combine function; entmax15.")
+    flags.DEFINE_string('revision', None, "Of a timm model's repository on the hub.")
+    flags.DEFINE_bool('allow_nonfinite', False, 'Take NaN and infinite weights.')
+    flags.DEFINE_bool('ema', False, "A workdir's moving average of the weights.")
 
 
-def model_flags() -> dict[str, Any]:
-    """The attributes of the model that were given by flags."""
-    values = {name: flags.FLAGS[name].value for name in ('num_heads', 'pool', 'image_size')}
+def checkpoint_flags() -> dict[str, Any]:
+    """The arguments of `open_checkpoint` that were given by flags."""
+    names = ('num_heads', 'pool', 'image_size', 'num_classes', 'revision', 'allow_nonfinite', 'ema')
+    values = {name: flags.FLAGS[name].value for name in names}
     if flags.FLAGS['combine'].value:
         values['moe'] = {'combine': flags.FLAGS['combine'].value}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value not in (None, False)}
 
 
 def no_arguments(argv: Sequence[str]) -> None:

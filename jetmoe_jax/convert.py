@@ -1,6 +1,10 @@
-"""Convert a checkpoint to `.safetensors`, with timm's names (dense) or MoE Jetpack's (V-JetMoE).
+"""Convert a checkpoint into another format.
 
-python -m jetmoe_jax.convert WORKDIR_OR_FILE --output=OUT.safetensors
+    python -m jetmoe_jax.convert INPUT --output=OUT.safetensors   # timm's or MoE Jetpack's names
+    python -m jetmoe_jax.convert INPUT --output=FOLDER            # a checkpoint of ours
+    python -m jetmoe_jax.convert --list                           # the models by name
+
+INPUT is a workdir, a .safetensors, .pth, .bin or .npz file, or a timm name on the Hugging Face hub.
 """
 
 import time
@@ -9,38 +13,39 @@ import numpy as np
 from absl import flags
 
 from jetmoe_jax import commands
-from jetmoe_jax.checkpoints.load import save_checkpoint, untold
-from jetmoe_jax.checkpoints.workdir import open_checkpoint
+from jetmoe_jax.analysis.cost import registry_table
+from jetmoe_jax.checkpoints.load import save_checkpoint
+from jetmoe_jax.checkpoints.workdir import open_checkpoint, save_workdir
 from jetmoe_jax.errors import UserError
 
-_OUTPUT = flags.DEFINE_string('output', None, 'The .safetensors file to write.')
-_DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'float16'], 'Of the tensors written.')
-commands.define_model_flags()
+_OUTPUT = flags.DEFINE_string(
+    'output', None, 'A .safetensors file to write, or a folder for a checkpoint of ours.'
+)
+_DTYPE = flags.DEFINE_enum(
+    'dtype', 'float32', ['float32', 'float16'], 'Of the tensors in a .safetensors.'
+)
+_LIST = flags.DEFINE_bool('list', False, 'Print the models by name, with what they cost.')
+commands.define_checkpoint_flags()
 
 
 def main(argv: list[str]) -> None:
     """Runs the command."""
+    if _LIST.value:
+        print(registry_table())
+        return
     began = time.monotonic()
     if len(argv) != 2:
-        raise UserError(f'{len(argv) - 1} inputs are given; name one workdir or file.')
-    if not _OUTPUT.value.endswith('.safetensors'):
-        raise UserError(f'--output={_OUTPUT.value} does not end in .safetensors.')
-    checkpoint = open_checkpoint(argv[1], **commands.model_flags())
+        raise UserError(f'{len(argv) - 1} inputs are given; name one workdir, file or timm model.')
+    if not _OUTPUT.value:
+        raise UserError('--output is missing; name a .safetensors file or a folder.')
+    checkpoint = open_checkpoint(argv[1], **commands.checkpoint_flags())
     print(checkpoint.report.table())
-    model = checkpoint.model
-    save_checkpoint(
-        _OUTPUT.value,
-        model,
-        checkpoint.params,
-        np.dtype(_DTYPE.value),
-        **untold(model),
-        mean=checkpoint.mean,
-        std=checkpoint.std,
-        crop_fraction=checkpoint.crop_fraction,
-        class_names=checkpoint.class_names,
-    )
+    if _OUTPUT.value.endswith('.safetensors'):
+        save_checkpoint(_OUTPUT.value, checkpoint, np.dtype(_DTYPE.value))
+    else:
+        save_workdir(_OUTPUT.value, checkpoint)
     print(f'wrote {_OUTPUT.value} ({time.monotonic() - began:.1f} s)')
 
 
 if __name__ == '__main__':
-    commands.run(main, required=['output'])
+    commands.run(main)

@@ -16,18 +16,18 @@ from jetmoe_jax.checkpoints.workdir import open_checkpoint
 from jetmoe_jax.inference import predict_inputs
 
 _CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'A workdir of a training run, one checkpoint in it, or a .safetensors file.'
+    'checkpoint', None, 'A workdir of a training run, one checkpoint in it, a file, or a timm name.'
 )
 _TOP = flags.DEFINE_integer('top', 5, 'How many classes to print for each image.', lower_bound=1)
 _LOGITS = flags.DEFINE_string('logits', None, 'A .npz to write `paths` and `logits` to.')
 _BATCH = flags.DEFINE_integer('batch_size', 32, 'Images at once.', lower_bound=1)
-commands.define_model_flags()
+commands.define_checkpoint_flags()
 
 
 def main(argv: list[str]) -> None:
     """Runs the command."""
     began = time.monotonic()
-    checkpoint = open_checkpoint(_CHECKPOINT.value, **commands.model_flags())
+    checkpoint = open_checkpoint(_CHECKPOINT.value, **commands.checkpoint_flags())
     paths, logits = predict_inputs(checkpoint, argv[1:], batch_size=_BATCH.value)
     names = checkpoint.class_names or [f'class {i}' for i in range(logits.shape[1])]
     for path, row in zip(paths, logits, strict=True):

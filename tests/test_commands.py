@@ -12,11 +12,12 @@ from absl.testing import flagsaver
 from PIL import Image
 
 from jetmoe_jax import convert
+from jetmoe_jax.analysis import cost
 from jetmoe_jax.checkpoints.load import load_checkpoint
-from jetmoe_jax.checkpoints.workdir import CheckpointStore
+from jetmoe_jax.checkpoints.workdir import CheckpointStore, load_workdir
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import init_params, unflatten
-from jetmoe_jax.models.registry import model_spec
+from jetmoe_jax.models.registry import MODELS, model_spec
 from jetmoe_jax.models.vit import ViT
 
 # Everything that a file's shapes cannot tell is unlike its default.
@@ -48,7 +49,7 @@ def workdir(params, tmp_path_factory):
     meta = dict(model=model_spec(MODEL), mean=MEAN, std=STD, crop_fraction=CROP,
                 class_names=CLASSES, config={})  # fmt: skip
     store = CheckpointStore(folder)
-    store.save(3, unflatten(params), {'step': np.int32(3)}, {}, meta, {'top1': 0.5})
+    store.save(3, dict(params=unflatten(params)), dict(meta=meta), {'top1': 0.5})
     store.close()
     return folder
 
@@ -154,6 +155,27 @@ def test_converting_a_file_again_gives_the_same_bytes(workdir, tmp_path, capsys)
     assert f'wrote {twice}' in capsys.readouterr().out
 
 
+def test_a_file_becomes_a_workdir_again(workdir, params, tmp_path):
+    file, again = tmp_path / 'o.safetensors', tmp_path / 'again'
+    call_convert(workdir, f'--output={file}')
+    call_convert(file, f'--output={again}')
+    checkpoint = load_workdir(again)
+    assert checkpoint.model == load_checkpoint(file).model
+    assert (checkpoint.mean, checkpoint.std, checkpoint.class_names) == (MEAN, STD, CLASSES)
+    for path, value in params.items():
+        assert checkpoint.params[path].tobytes() == value.tobytes(), path
+
+
+def test_the_list_has_every_model_with_its_cost_and_experts(monkeypatch, capsys):
+    names = ('vit_tiny_patch16_224', 'vjetmoe_t')  # all of them take seven seconds
+    monkeypatch.setattr(cost, 'MODELS', {name: MODELS[name] for name in names})
+    call_convert('--list')
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [[names[0], '5,717,416'], [names[1], '265,411,636']]
+    assert rows[0][2:] == ['1.25', 'G']
+    assert rows[1][-1] == '98+196'
+
+
 def test_a_damaged_workdir_gets_one_line_and_exit_code_1(workdir, images, tmp_path):
     damaged = tmp_path / 'damaged'
     subprocess.run(['cp', '-r', workdir, damaged], check=True)
@@ -172,7 +194,6 @@ def test_a_damaged_workdir_gets_one_line_and_exit_code_1(workdir, images, tmp_pa
 @pytest.mark.parametrize(
     'command, arguments, message',
     [
-        ('predict', ['x.png'], 'error: --checkpoint is missing'),
         ('predict', ['--checkpoint=no.pth', 'x.png'], 'error: there is no checkpoint no.pth'),
         ('convert', ['x.pth', '--output=o.safetensors', '--pool=max'], '--pool=max'),
     ],
@@ -189,7 +210,8 @@ def test_a_mistake_gets_one_line_and_exit_code_1(command, arguments, message):
     [
         (['--output=o.safetensors'], '0 inputs are given; name one'),
         (['a.pth', 'b.pth', '--output=o.safetensors'], '2 inputs are given'),
-        (['{workdir}', '--output=o.pth'], '--output=o.pth does not end in .safetensors'),
+        (['{workdir}'], '--output is missing; name a .safetensors file or a folder'),
+        (['{workdir}', '--output={workdir}'], 'has checkpoints already; choose another --output'),
         (['no.pth', '--output=o.safetensors'], 'there is no checkpoint no.pth'),
         (['{images}', '--output=o.safetensors'], "is a folder without 'checkpoints' in it"),
     ],

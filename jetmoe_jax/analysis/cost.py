@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jetmoe_jax.models.convnext import KERNEL_SIZE, ConvNeXt
 from jetmoe_jax.models.parameters import param_count
-from jetmoe_jax.models.registry import Model
+from jetmoe_jax.models.registry import MODELS, Model, create_model
 from jetmoe_jax.models.vit import ViT
 
 
@@ -23,6 +23,19 @@ def model_cost(model: Model) -> Cost:
     """Counts a ViT or a ConvNeXt, dense or with SpheroMoE blocks."""
     count = _convnext if isinstance(model, ConvNeXt) else _vit
     return Cost(param_count(model), count(model))
+
+
+def registry_table() -> str:
+    """Every model of the registry with its parameters, multiply-adds and experts."""
+    lines = [f'{"model":30} {"parameters":>13} {"multiply-adds":>14}  experts of a MoE layer']
+    for name in MODELS:
+        model = create_model(name)
+        cost = model_cost(model)
+        counts = [model.moe_layer(path) for path in model.moe_paths]
+        experts = dict.fromkeys(f'{c.core_experts}+{c.universal_experts}' for c in counts)
+        line = f'{name:30} {cost.parameters:>13,} {cost.multiply_adds / 1e9:>12.2f} G  '
+        lines.append((line + ', '.join(experts)).rstrip())
+    return '\n'.join(lines)
 
 
 def _vit(model: ViT) -> int:

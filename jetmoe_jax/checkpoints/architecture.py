@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jetmoe_jax.checkpoints.convnext import infer_convnext
-from jetmoe_jax.errors import UserError
+from jetmoe_jax.errors import UserError, known_key
 from jetmoe_jax.models.convnext import ConvNeXt
 from jetmoe_jax.models.vit import ViT
 
@@ -27,8 +27,21 @@ _UNSUPPORTED = {
 
 
 def infer_model(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> ViT | ConvNeXt:
-    """The model of a state dict in timm's or MoE Jetpack's names, by its family's `infer_*`."""
-    infer = infer_convnext if 'stem.0.weight' in tensors else infer_vit
+    """The model of a state dict in timm's or MoE Jetpack's names.
+
+    Args:
+      tensors: the state dict.
+      source: its name in error messages.
+      **given: attributes of the model that the caller knows (num_heads, pool, image_size, ...).
+
+    Raises:
+      UserError: the state dict is of no supported model, or it has no such attribute.
+    """
+    family, infer = (ViT, infer_vit)
+    if 'stem.0.weight' in tensors:
+        family, infer = (ConvNeXt, infer_convnext)
+    for name in given:
+        known_key('model attribute', name, family.__dataclass_fields__)
     return infer(tensors, source, **given)
 
 
@@ -70,7 +83,7 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
         patch_size=patch_size,
         width=width,
         depth=depth,
-        num_heads=max(width // HEAD_WIDTH, 1),
+        num_heads=given.get('num_heads') or _usual_heads(width, source),
         mlp_ratio=hidden / width,
         num_classes=shape['head.weight'][0] if 'head.weight' in shape else 0,
         pool='avg' if 'fc_norm.weight' in shape else 'token',
@@ -86,18 +99,33 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
         attributes['pool'] = 'avg'
     prefix = attributes['class_token'] + attributes['reg_tokens']
     rows = shape['pos_embed'][1]
-    # Only a grid that is square without the prefix rows tells the two conventions apart.
-    attributes['no_embed_class'] = prefix > 0 and not _square(rows - prefix) and _square(rows)
-    grid = rows if attributes['no_embed_class'] else rows - prefix
-    if _square(grid):
-        attributes['image_size'] = round(grid**0.5) * patch_size
-    elif 'image_size' not in given:
+    # Whether the prefix has rows of its own shows in the patch grid: the given one, or a square.
+    if 'image_size' in given:
+        size = given['image_size']
+        height, width_ = (size, size) if isinstance(size, int) else size
+        patches = (height // patch_size) * (width_ // patch_size)
+    else:
+        patches = 0
+    if rows not in (patches, patches + prefix):
+        patches = next((n for n in (rows - prefix, rows) if _square(n)), 0)
+        attributes['image_size'] = round(patches**0.5) * patch_size
+    if not patches:
         raise UserError(
             f'{source}: pos_embed has {rows} rows, which is no square grid; give the image_size.'
         )
+    attributes['no_embed_class'] = prefix > 0 and rows == patches
     if 'moe' in given and attributes['moe'] is not None:
         given['moe'] = attributes['moe'] | dict(given['moe'])
     return ViT(**(attributes | given))
+
+
+def _usual_heads(width: int, source: str) -> int:
+    if width % HEAD_WIDTH:
+        raise UserError(
+            f'{source} is {width} channels wide, no multiple of the usual {HEAD_WIDTH} of a head; '
+            'give --num_heads.'
+        )
+    return width // HEAD_WIDTH
 
 
 def _infer_moe(shape: Mapping[str, tuple[int, ...]], block: int) -> dict[str, Any]:

@@ -144,6 +144,8 @@ def infer_convnext(tensors: Mapping[str, np.ndarray], source: str, **given: Any)
     )
     if dense is not None:
         attributes |= dict(mlp_ratio=dense[0] / dense[1], conv_mlp=len(dense) == 4)
+    if 'moe' in given and attributes['moe'] is not None:
+        given['moe'] = attributes['moe'] | dict(given['moe'])
     return ConvNeXt(**(attributes | given))
 
 

@@ -1,22 +1,26 @@
 """A state dict -> a model and its parameters, strictly, with a report of where each tensor went."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jetmoe_jax.checkpoints.architecture import infer_model
+from jetmoe_jax.checkpoints.architecture import HEAD_WIDTH, infer_model
 from jetmoe_jax.checkpoints.files import StateDict, read_state_dict, write_state_dict
 from jetmoe_jax.checkpoints.layout import layout_of, state_dict
 from jetmoe_jax.checkpoints.resample import resample_pos_embed
 from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.convnext import ConvNeXt
 from jetmoe_jax.models.parameters import FlatParams, init_params, param_shapes
 from jetmoe_jax.models.registry import Model
 from jetmoe_jax.models.vit import ViT
+from jetmoe_jax.moe.spheromoe import SpheroMoE
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+
+_PREPROCESSING = ('mean', 'std', 'crop_fraction', 'class_names')
+_UNTOLD = ('num_heads', 'pool')  # what shapes cannot tell of a model
 
 
 @dataclass
@@ -25,19 +29,21 @@ class LoadReport:
 
     source: str
     used: list[str] = field(default_factory=list)
-    resampled: dict[str, str] = field(default_factory=dict)
+    adapted: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     fresh: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
 
     def table(self) -> str:
         """A few lines for the terminal."""
         lines = [f'{self.source}', f'  used as they are    {len(self.used)}']
-        for name, how in self.resampled.items():
-            lines.append(f'  resampled           {name}: {how}')
+        for name, how in self.adapted.items():
+            lines.append(f'  adapted             {name}: {how}')
         for name, why in self.left_out.items():
             lines.append(f'  left out            {name}: {why}')
         for path in self.fresh:
             lines.append(f'  freshly initialised {path}')
+        lines += [f'  assumed             {what}' for what in self.assumed]
         return '\n'.join(lines)
 
 
@@ -59,6 +65,7 @@ def load_checkpoint(
     *,
     num_classes: int | None = None,
     revision: str | None = None,
+    allow_nonfinite: bool = False,
     seed: int = 0,
     **given: Any,
 ) -> Checkpoint:
@@ -68,6 +75,7 @@ def load_checkpoint(
       path: a file in any format of `read_state_dict`, or a timm name on the Hugging Face hub.
       num_classes: another count than the file's leaves its head out and makes a fresh one.
       revision: of the hub's repository.
+      allow_nonfinite: takes NaN and infinite weights, which are refused otherwise.
       seed: of the parameters that are made fresh.
       **given: attributes of ViT that shapes cannot tell (num_heads, pool, image_size, ...).
 
@@ -75,21 +83,30 @@ def load_checkpoint(
       UserError: the file cannot be read, belongs to an unsupported model, or a tensor does not fit.
     """
     state = read_state_dict(path, revision=revision)
-    hints = dict(state.hints)
+    # What a hub's config says of pooling or heads means nothing to a ConvNeXt.
+    family = ConvNeXt if 'stem.0.weight' in state.tensors else ViT
+    known = (*family.__dataclass_fields__, *_PREPROCESSING)
+    hints = {name: value for name, value in state.hints.items() if name in known}
     preprocessing = {
         name: tuple(value) if isinstance(value, list) else value
-        for name in ('mean', 'std', 'crop_fraction', 'class_names')
+        for name in _PREPROCESSING
         if (value := hints.pop(name, None)) is not None
     }
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in (hints | given).items()}
+    if 'moe' in hints and 'moe' in given:
+        given['moe'] = dict(hints['moe']) | dict(given['moe'])
     model = infer_model(state.tensors, state.path, **given)
     if num_classes is not None and num_classes != model.num_classes:
         model = model.clone(num_classes=num_classes)
-    params, report = fit(model, state, seed=seed)
+    params, report = fit(model, state, allow_nonfinite=allow_nonfinite, seed=seed)
+    if isinstance(model, ViT) and 'num_heads' not in given:
+        report.assumed.append(f'num_heads {model.num_heads}: heads {HEAD_WIDTH} wide, as is usual')
     return Checkpoint(model, params, report, **preprocessing)
 
 
-def fit(model: Model, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, LoadReport]:
+def fit(
+    model: Model, state: StateDict, *, allow_nonfinite: bool = False, seed: int = 0
+) -> tuple[FlatParams, LoadReport]:
     """The parameters of `model` from a state dict, resampled where the patch grid differs.
 
     Raises:
@@ -106,20 +123,26 @@ def fit(model: Model, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, L
         if path.startswith('head/') and classes != model.num_classes:
             report.fresh.append(path)
             continue
+        if path.startswith('fc_norm/') and names[0] not in tensors and 'norm.weight' in tensors:
+            names = tuple(name.removeprefix('fc_') for name in names)
+            report.adapted[names[0]] = f"the class token's, used as our {path}"
         values = [_take(tensors, name, path, state.path) for name in names]
         if path == 'pos_embed':
             values = [_resample(model, values[0], report)]
-        expected = layout.tensor_shapes(path, leaf.shape)
-        for name, value in zip(names, values, strict=True):
-            if value.shape != expected[name]:
+        expected = layout.tensor_shapes(path, leaf.shape).values()
+        for name, value, shape in zip(names, values, expected, strict=True):
+            if value.shape != shape:
                 raise UserError(
                     f'{state.path}: tensor {name} has shape {value.shape}, the model expects '
-                    f'{expected[name]}; check num_heads, image_size and the file.'
+                    f'{shape}; check --num_heads, --image_size and the file.'
                 )
-            if not np.isfinite(value).all():
-                raise UserError(f'{state.path}: tensor {name} has NaN or infinite values.')
+            if not (allow_nonfinite or np.isfinite(value).all()):
+                raise UserError(
+                    f'{state.path}: tensor {name} has NaN or infinite values; take another file, '
+                    'or --allow_nonfinite if that is meant.'
+                )
         params[path] = np.require(layout.from_tensors(path, values), np.float32, 'C')
-        report.used += [name for name in names if name not in report.resampled]
+        report.used += [name for name in names if name not in report.adapted]
     for name in tensors:
         if name in (f'{layout.head}.weight', f'{layout.head}.bias'):
             report.left_out[name] = f'{classes} classes, the model has {model.num_classes}'
@@ -132,25 +155,18 @@ def fit(model: Model, state: StateDict, *, seed: int = 0) -> tuple[FlatParams, L
     return params, report
 
 
-def save_checkpoint(
-    path: str | Path,
-    model: Model,
-    params: Mapping[str, Any],
-    dtype: Any = np.float32,
-    **hints: Any,
-) -> None:
-    """Writes flat parameters as a `.safetensors` file with timm's and MoE Jetpack's names.
+def save_checkpoint(path: str | Path, checkpoint: Checkpoint, dtype: Any = np.float32) -> None:
+    """Writes a `.safetensors` file with timm's names (dense) or MoE Jetpack's (V-JetMoE).
 
-    Args:
-      hints: what shapes cannot tell (num_heads, pool, mean, std), kept in the file's metadata.
+    What shapes cannot tell (num_heads, pool, mean, std, class names) goes into the file's metadata.
     """
-    tensors = {name: value.astype(dtype) for name, value in state_dict(model, dict(params)).items()}
-    write_state_dict(path, tensors, hints)
-
-
-def untold(model: Model) -> dict[str, Any]:
-    """The attributes that a state dict's shapes cannot tell, for its hints."""
-    return {name: getattr(model, name) for name in ('num_heads', 'pool') if hasattr(model, name)}
+    model = checkpoint.model
+    hints = {name: getattr(model, name) for name in _UNTOLD if hasattr(model, name)}
+    hints |= {name: getattr(checkpoint, name) for name in _PREPROCESSING}
+    if model.moe:
+        hints['moe'] = {'combine': model.moe.get('combine', SpheroMoE.combine)}
+    tensors = state_dict(model, checkpoint.params)
+    write_state_dict(path, {name: v.astype(dtype) for name, v in tensors.items()}, hints)
 
 
 def _take(tensors: dict[str, np.ndarray], name: str, path: str, source: str) -> np.ndarray:
@@ -165,6 +181,6 @@ def _resample(model: ViT, pos_embed: np.ndarray, report: LoadReport) -> np.ndarr
     side = round(rows**0.5)
     if side * side == rows and (side, side) != model.grid:
         height, width = model.grid
-        report.resampled['pos_embed'] = f'{side}x{side} -> {height}x{width} patches, bicubic'
+        report.adapted['pos_embed'] = f'{side}x{side} -> {height}x{width} patches, bicubic'
         return resample_pos_embed(pos_embed, model.grid, prefix_tokens=prefix)
     return pos_embed

@@ -1,10 +1,12 @@
 """The project's own checkpoints: Orbax, asynchronous and atomic, in `workdir/checkpoints/STEP`.
 
-Each holds the parameters, the rest of the train state, the data iterator's state, and `meta`: the
-model, the preprocessing, the class names and the config, in JSON, so that it stands on its own.
+Each holds the parameters, their moving average where there is one, the rest of the train state, the
+data iterator's state, and `meta`: the model, the preprocessing, the class names and the config, in
+JSON, so that it stands on its own.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, load_checkpoint
+from jetmoe_jax.checkpoints.files import StateDict
+from jetmoe_jax.checkpoints.layout import state_dict
+from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, fit, load_checkpoint
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import flatten, param_shapes, unflatten
-from jetmoe_jax.models.registry import from_spec
+from jetmoe_jax.models.registry import from_spec, model_spec
 
 FOLDER = 'checkpoints'
 
@@ -43,7 +47,7 @@ class CheckpointStore:
             cleanup_tmp_directories=not read_only,
         )
         self._manager = ocp.CheckpointManager(
-            self.folder, options=options, item_names=('params', 'train', 'data', 'meta')
+            self.folder, options=options, item_names=('params', 'ema', 'train', 'data', 'meta')
         )
 
     def latest_step(self) -> int | None:
@@ -57,38 +61,33 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        params: Any,
-        train: Any,
-        data: Mapping[str, Any],
-        meta: Mapping[str, Any],
+        trees: Mapping[str, Any],
+        records: Mapping[str, Mapping[str, Any]],
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Starts writing a checkpoint; training may go on meanwhile."""
-        items = ocp.args.Composite(
-            params=ocp.args.StandardSave(params),
-            train=ocp.args.StandardSave(train),
-            data=ocp.args.JsonSave(dict(data)),
-            meta=ocp.args.JsonSave(dict(meta)),
-        )
-        self._manager.save(step, args=items, metrics=dict(metrics) if metrics else None)
+        """Starts writing a checkpoint; training may go on meanwhile.
+
+        Args:
+          trees: 'params', and in training 'train' and perhaps 'ema': pytrees of arrays.
+          records: 'meta', and in training 'data': JSON values.
+          metrics: of the evaluation at this step; the best by 'top1' is kept.
+        """
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        items |= {name: ocp.args.JsonSave(dict(value)) for name, value in records.items()}
+        self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
     def meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself."""
         return self._restore(step, meta=ocp.args.JsonRestore())['meta']
 
-    def restore_params(self, step: int, params: Any) -> Any:
-        """The parameters alone, into the shapes and shardings of `params`."""
-        return self._restore(step, params=ocp.args.StandardRestore(params))['params']
+    def data_state(self, step: int) -> dict[str, Any]:
+        """The data iterator's state."""
+        return self._restore(step, data=ocp.args.JsonRestore())['data']
 
-    def restore(self, step: int, params: Any, train: Any) -> tuple[Any, Any, dict[str, Any]]:
-        """(params, train, data) into the given shapes and shardings, on any device count."""
-        items = self._restore(
-            step,
-            params=ocp.args.StandardRestore(params),
-            train=ocp.args.StandardRestore(train),
-            data=ocp.args.JsonRestore(),
-        )
-        return items['params'], items['train'], items['data']
+    def restore(self, step: int, **trees: Any) -> dict[str, Any]:
+        """The named pytrees, into the given shapes and shardings, on any device count."""
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        return dict(self._restore(step, **items))
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -125,11 +124,15 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def load_workdir(folder: str | Path, *, best: bool = False, **overrides: Any) -> Checkpoint:
+def load_workdir(
+    folder: str | Path, *, best: bool = False, ema: bool = False, **overrides: Any
+) -> Checkpoint:
     """The newest (or best) checkpoint of a workdir, whole on the default device.
 
     Args:
       folder: a workdir, its `checkpoints` folder, or one checkpoint in it.
+      best: the one of the highest validation accuracy, instead of the newest.
+      ema: the moving average of the weights, instead of the weights.
       **overrides: attributes of the model, e.g. dtype.
 
     Raises:
@@ -157,7 +160,8 @@ def load_workdir(folder: str | Path, *, best: bool = False, **overrides: Any) ->
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
             for path, leaf in param_shapes(model).items()
         }
-        params = flatten(store.restore_params(step, unflatten(shapes)))
+        item = 'ema' if ema else 'params'
+        params = flatten(store.restore(step, **{item: unflatten(shapes)})[item])
     finally:
         store.close()
     source = str(workdir / FOLDER / str(step))
@@ -172,11 +176,42 @@ def load_workdir(folder: str | Path, *, best: bool = False, **overrides: Any) ->
     )
 
 
-def open_checkpoint(path: str | Path, **given: Any) -> Checkpoint:
-    """A workdir (or a checkpoint in it) or a file of dense or V-JetMoE weights -> a checkpoint.
+def save_workdir(folder: str | Path, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint as a workdir's only one, at step 0, for `load_workdir`.
+
+    Raises:
+      UserError: the workdir has checkpoints already.
+    """
+    store = CheckpointStore(folder)
+    try:
+        if store.latest_step() is not None:
+            raise UserError(f'{folder} has checkpoints already; choose another --output.')
+        store.save(0, {'params': unflatten(checkpoint.params)}, {'meta': meta_of(checkpoint)})
+    finally:
+        store.close()
+
+
+def meta_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint says of itself, in JSON values."""
+    return dict(
+        model=model_spec(checkpoint.model),
+        mean=list(checkpoint.mean),
+        std=list(checkpoint.std),
+        crop_fraction=checkpoint.crop_fraction,
+        class_names=list(checkpoint.class_names),
+    )
+
+
+def open_checkpoint(
+    path: str | Path, *, ema: bool = False, num_classes: int | None = None, **given: Any
+) -> Checkpoint:
+    """A workdir (or a checkpoint in it), a file or a hub's name -> a checkpoint.
 
     Args:
-      **given: attributes of the model that a file's shapes cannot tell, or that are to be changed.
+      ema: a workdir's moving average of the weights.
+      num_classes: another count than the checkpoint's makes a fresh head.
+      **given: further arguments of `load_checkpoint` for a file; for a workdir, attributes of the
+        model that are to be changed, such as image_size.
     """
     if Path(path).is_dir():
         if not (Path(path) / FOLDER).is_dir() and FOLDER not in Path(path).absolute().parts:
@@ -184,5 +219,20 @@ def open_checkpoint(path: str | Path, **given: Any) -> Checkpoint:
                 f'{path} is a folder without {FOLDER!r} in it; give the workdir of a training run '
                 'or a .safetensors file.'
             )
-        return load_workdir(path, **given)
-    return load_checkpoint(path, **given)
+        checkpoint = load_workdir(path, ema=ema)
+        changes = given | ({} if num_classes is None else {'num_classes': num_classes})
+        return _changed(checkpoint, changes) if changes else checkpoint
+    if ema:
+        raise UserError(f'{path} is a file; only a workdir has a moving average of its weights.')
+    return load_checkpoint(path, num_classes=num_classes, **given)
+
+
+def _changed(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint with other attributes of the model, its parameters fitted to them."""
+    options = {name: changes[name] for name in ('seed', 'allow_nonfinite') if name in changes}
+    model = from_spec(
+        model_spec(checkpoint.model), **{k: v for k, v in changes.items() if k not in options}
+    )
+    tensors = state_dict(checkpoint.model, checkpoint.params)
+    params, report = fit(model, StateDict(checkpoint.report.source, tensors), **options)
+    return replace(checkpoint, model=model, params=params, report=report)

@@ -187,7 +187,7 @@ class ConvNeXt(nn.Module):
     @property
     def mlp_hiddens(self) -> tuple[int, ...]:
         """Hidden neurons of an MLP in each stage."""
-        return tuple(int(width * self.mlp_ratio) for width in self.widths)
+        return tuple(round(width * self.mlp_ratio) for width in self.widths)
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:

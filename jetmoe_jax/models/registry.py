@@ -93,6 +93,8 @@ def from_spec(spec: Mapping[str, Any], **overrides: Any) -> Model:
     """The model of a `model_spec`."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.items()}
     family = FAMILIES[values.pop('family')]
+    for key in overrides:
+        known_key('model attribute', key, _attributes(family))
     if overrides.get('moe') and values['moe']:
         overrides['moe'] = values['moe'] | dict(overrides['moe'])
     return family(**(values | {'dtype': jnp.float32} | overrides))

@@ -138,7 +138,7 @@ class ViT(nn.Module):
 
     @property
     def mlp_hidden(self) -> int:
-        return int(self.width * self.mlp_ratio)
+        return round(self.width * self.mlp_ratio)
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:

@@ -113,7 +113,7 @@ class SpheroMoE(nn.Module):
         hidden = self.hidden or 4 * d
         paths = {
             'core_experts': (self.core_experts, hidden),
-            'universal_experts': (self.universal_experts, int(hidden * self.universal_factor)),
+            'universal_experts': (self.universal_experts, round(hidden * self.universal_factor)),
         }
         return {name: path for name, path in paths.items() if path[0]}
 

@@ -43,6 +43,7 @@ def default_config() -> ConfigDict:
     c.mixup = 0.8
     c.cutmix = 1.0
     c.random_erasing = 0.25
+    c.ema_decay = 0.0  # of a moving average of the weights, which then is what is evaluated
     c.dtype = 'float32'  # of the computation; parameters stay float32
 
     c.optimizer = ConfigDict()  # AdamW
@@ -110,6 +111,8 @@ def check_config(config: ConfigDict) -> None:
         raise UserError('config.data.name is empty; give a folder of train/CLASS/*, val/CLASS/*.')
     if config.dtype not in ('float32', 'bfloat16'):
         raise UserError(f'config.dtype is {config.dtype!r}; use float32 or bfloat16.')
+    if not 0 <= config.ema_decay < 1:
+        raise UserError(f'config.ema_decay is {config.ema_decay}; give 0 (none) to below 1.')
     for key in ('batch_size', 'epochs', 'eval_every_epochs', 'log_every_steps', 'keep_checkpoints'):
         if config[key] <= 0:
             raise UserError(f'config.{key} is {config[key]}; give a number above 0.')

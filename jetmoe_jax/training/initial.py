@@ -10,7 +10,8 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, load_checkpoint
+from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport
+from jetmoe_jax.checkpoints.workdir import open_checkpoint
 from jetmoe_jax.data.loader import eval_batches
 from jetmoe_jax.data.preprocess import eval_transform
 from jetmoe_jax.data.sources import Source, normalisation
@@ -46,12 +47,12 @@ def prepare(config: ConfigDict, source: Source, workdir: Path) -> Start:
         'dtype': jnp.dtype(config.dtype),
     }
     if config.init == 'dense':
-        dense = load_checkpoint(config.dense, seed=config.seed, **overrides)
+        dense = open_checkpoint(config.dense, seed=config.seed, **overrides)
         return Start(dense.model, dense.mean, dense.std, [dense.report], lambda: dense.params)
 
     size = {k: v for k, v in overrides.items() if k == 'image_size'}
-    predecessor = load_checkpoint(config.dense, **size) if config.dense else None
-    same_size = load_checkpoint(config.dense_same, **size) if config.dense_same else None
+    predecessor = open_checkpoint(config.dense, **size) if config.dense else None
+    same_size = open_checkpoint(config.dense_same, **size) if config.dense_same else None
     donor = same_size or predecessor
     mean, std = (donor.mean, donor.std) if donor else normalisation(config.data.name)
     reports = [dense.report for dense in (predecessor, same_size) if dense]

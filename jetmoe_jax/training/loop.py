@@ -12,13 +12,18 @@ from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from jetmoe_jax.analysis.cost import model_cost
-from jetmoe_jax.checkpoints.workdir import CheckpointStore, check_same_model, load_workdir
+from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport
+from jetmoe_jax.checkpoints.workdir import (
+    CheckpointStore,
+    check_same_model,
+    load_workdir,
+    meta_of,
+)
 from jetmoe_jax.data.loader import eval_batches, train_loader
 from jetmoe_jax.data.preprocess import check_augment, eval_transform, train_transform
 from jetmoe_jax.data.sources import check_images, open_source
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import param_shapes, unflatten
-from jetmoe_jax.models.registry import model_spec
 from jetmoe_jax.training.config import OPERATIONAL, check_config
 from jetmoe_jax.training.evaluate import evaluate
 from jetmoe_jax.training.initial import prepare
@@ -31,7 +36,7 @@ from jetmoe_jax.training.sharding import (
     shard_batch,
     tree_shardings,
 )
-from jetmoe_jax.training.state import abstract_state, create_state
+from jetmoe_jax.training.state import abstract_state, create_state, from_items, to_items
 from jetmoe_jax.training.step import make_eval_step, make_train_step
 
 Metrics = dict[str, float]
@@ -81,14 +86,16 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
         batch_size=config.batch_size,
         workers=config.data.workers,
     )
-    meta = dict(
-        model=model_spec(model),
-        mean=list(start.mean),
-        std=list(start.std),
-        crop_fraction=config.data.crop_fraction,
-        class_names=list(train_source.class_names),
-        config=_to_json(config),
+    described = Checkpoint(
+        model,
+        {},
+        LoadReport(str(workdir)),
+        start.mean,
+        start.std,
+        config.data.crop_fraction,
+        train_source.class_names,
     )
+    meta = meta_of(described) | {'config': _to_json(config)}
 
     # State: of the newest checkpoint, or new.
     schedule = make_schedule(config.optimizer, steps, steps_per_epoch)
@@ -98,15 +105,16 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
     if first is not None:
         _check_same_run(workdir, store.meta(first), meta)
         logger.info('Going on from step %d of %s.', first, workdir)
-        state = abstract_state(shapes, optimizer, mesh)
-        params, rest, data_state = store.restore(first, state.params, _without_params(state))
-        state = state.replace(params=params, **rest)
-        batches.set_state(data_state)
+        target = abstract_state(shapes, optimizer, mesh, ema=config.ema_decay > 0)
+        state = from_items(store.restore(first, **to_items(target)))
+        batches.set_state(store.data_state(first))
     else:
         for report in start.reports:
             logger.info('%s', report.table())
         began = time.monotonic()
-        state = create_state(start.make_params(), optimizer, config.seed, mesh)
+        state = create_state(
+            start.make_params(), optimizer, config.seed, mesh, ema=config.ema_decay > 0
+        )
         logger.info('Initial parameters (%s): %.1f s.', config.init, time.monotonic() - began)
         overview = parameter_overview.get_parameter_overview(state.params, include_stats=False)
         (workdir / 'parameters.txt').write_text(overview + '\n')
@@ -128,14 +136,19 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
     eval_step = make_eval_step(model, start.mean, start.std, mesh)
     log, rate = RunLog(workdir, first), Rate(first, steps, config.batch_size)
 
+    def evaluate_state() -> Metrics:
+        params = state.params if state.ema is None else state.ema
+        return evaluate(eval_step, params, validation(), mesh)
+
     def evaluate_and_save(step: int) -> Metrics:
-        result = evaluate(eval_step, state.params, validation(), mesh)
+        result = evaluate_state()
         log.write(step, {f'val_{k}': v for k, v in result.items()})
         logger.info(
             'step %d/%d  validation: top-1 %.1f%%, top-5 %.1f%%, loss %.4f',
             step, steps, 100 * result['top1'], 100 * result['top5'], result['loss'],
         )  # fmt: skip
-        store.save(step, state.params, _without_params(state), batches.get_state(), meta, result)
+        records = {'meta': meta, 'data': batches.get_state()}
+        store.save(step, to_items(state), records, result)
         return result
 
     result = evaluate_and_save(0) if first == 0 else None
@@ -158,7 +171,7 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
         if step % eval_every == 0 or step == steps:
             result = evaluate_and_save(step)
     if result is None:  # the run had been finished before
-        result = evaluate(eval_step, state.params, validation(), mesh)
+        result = evaluate_state()
     store.close()
     log.close()
     batches.close()
@@ -173,7 +186,7 @@ def evaluate_workdir(config: ConfigDict, workdir: str | Path) -> Metrics:
     """
     mesh = make_mesh(config.mesh.expert)
     check_batch(config.batch_size, mesh)
-    saved = load_workdir(workdir, dtype=jnp.dtype(config.dtype))
+    saved = load_workdir(workdir, ema=config.ema_decay > 0, dtype=jnp.dtype(config.dtype))
     source = open_source(config.data.name, 'val', skip_unreadable=config.data.skip_unreadable)
     if tuple(saved.class_names) != tuple(source.class_names):
         raise UserError(
@@ -202,10 +215,6 @@ def _sources(config: ConfigDict) -> tuple[Any, Any]:
     return tuple(sources)
 
 
-def _without_params(state: Any) -> dict[str, Any]:
-    return {'step': state.step, 'opt_state': state.opt_state, 'rng': state.rng}
-
-
 def _to_json(config: ConfigDict) -> dict[str, Any]:
     return {
         k: _to_json(v) if isinstance(v, ConfigDict) else list(v) if isinstance(v, tuple) else v
@@ -215,6 +224,11 @@ def _to_json(config: ConfigDict) -> dict[str, Any]:
 
 def _check_same_run(workdir: Path, stored: dict[str, Any], meta: dict[str, Any]) -> None:
     """Refuses to go on with a checkpoint that this config would not have made."""
+    if 'config' not in stored:
+        raise UserError(
+            f'{workdir} holds a converted checkpoint, no training run; give it as config.dense '
+            'and choose another --workdir.'
+        )
     check_same_model(workdir, stored['model'], meta['model'])
     for key, value in meta['config'].items():
         before = stored['config'].get(key)

@@ -1,5 +1,6 @@
 """The train state: all that a step reads and writes, and all that a checkpoint holds of it."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,23 +14,27 @@ from jetmoe_jax.training.sharding import tree_shardings
 
 
 class TrainState(struct.PyTreeNode):
-    """step: int32 (); params: nested dicts, float32; opt_state: optax's; rng: key data, uint32."""
+    """step: int32 (); params: nested dicts, float32; opt_state: optax's; rng: key data, uint32.
+
+    ema: the moving average of the parameters, None where it is not kept.
+    """
 
     step: jax.Array
     params: Any
+    ema: Any
     opt_state: Any
     rng: jax.Array
 
 
 def create_state(
-    params: FlatParams, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh
+    params: FlatParams,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    mesh: Mesh,
+    ema: bool = False,
 ) -> TrainState:
-    """A state at step 0, placed on the mesh."""
-
-    def build(params: Any) -> TrainState:
-        rng = jax.random.key_data(jax.random.key(seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
-
+    """A state at step 0, placed on the mesh; its moving average starts at the parameters."""
+    build = partial(_build, optimizer=optimizer, seed=seed, ema=ema)
     params = unflatten(params)
     shardings = tree_shardings(jax.eval_shape(build, params), mesh)
     params = jax.device_put(params, shardings.params)
@@ -37,17 +42,36 @@ def create_state(
 
 
 def abstract_state(
-    param_shapes: FlatParams, optimizer: optax.GradientTransformation, mesh: Mesh
+    param_shapes: FlatParams,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    ema: bool = False,
 ) -> TrainState:
     """Shapes and shardings of a state, to restore into, with no memory spent."""
-
-    def build(params: Any) -> TrainState:
-        rng = jax.random.key_data(jax.random.key(0))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
-
+    build = partial(_build, optimizer=optimizer, seed=0, ema=ema)
     shapes = jax.eval_shape(build, unflatten(param_shapes))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         tree_shardings(shapes, mesh),
     )
+
+
+def to_items(state: TrainState) -> dict[str, Any]:
+    """The state as the pytrees that a checkpoint holds, by name."""
+    rest = {'step': state.step, 'opt_state': state.opt_state, 'rng': state.rng}
+    items = {'params': state.params, 'train': rest}
+    return items if state.ema is None else items | {'ema': state.ema}
+
+
+def from_items(items: dict[str, Any]) -> TrainState:
+    """The inverse of `to_items`."""
+    return TrainState(params=items['params'], ema=items.get('ema'), **items['train'])
+
+
+def _build(
+    params: Any, optimizer: optax.GradientTransformation, seed: int, ema: bool
+) -> TrainState:
+    rng = jax.random.key_data(jax.random.key(seed))
+    average = jax.tree.map(jnp.copy, params) if ema else None
+    return TrainState(jnp.zeros((), jnp.int32), params, average, optimizer.init(params), rng)

@@ -54,12 +54,16 @@ def make_train_step(
         loss, grads = jax.value_and_grad(loss_fn)(state.params, images, labels, rngs)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        ema = state.ema
+        if ema is not None:
+            ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
         metrics = {
             'loss': loss,
             'grad_norm': optax.tree.norm(grads),
             'lr': schedule(state.step),
         }
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+        state = state.replace(step=state.step + 1, params=params, ema=ema, opt_state=opt_state)
+        return state, metrics
 
     shardings = tree_shardings(state, mesh)
     jitted = jax.jit(

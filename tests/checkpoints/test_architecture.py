@@ -101,7 +101,7 @@ MOE = dict(core_experts=3, universal_experts=5, universal_factor=0.5, slots_per_
 def test_a_variant_is_told_by_its_names_and_shapes(variant):
     model = ViT(**(dict(image_size=12, patch_size=4, width=12, depth=3, num_heads=1,
                         num_classes=5) | variant))  # fmt: skip
-    found = infer_model(tensors_of(model), 'file')
+    found = infer_model(tensors_of(model), 'file', num_heads=1)
     for name in ViT.__dataclass_fields__:
         if name not in ('parent', 'name'):
             assert getattr(found, name) == getattr(model, name), name
@@ -117,7 +117,7 @@ def test_a_hidden_width_that_is_no_multiple_of_the_width_is_exact(width, hidden)
         'blocks.0.attn.qkv.weight': (3 * width, width),
         'blocks.0.mlp.fc1.weight': (hidden, width),
     }
-    assert infer_model(empty(shapes), 'file').mlp_hidden == hidden
+    assert infer_model(empty(shapes), 'file', num_heads=1).mlp_hidden == hidden
 
 
 def test_a_universal_width_that_is_no_simple_fraction_is_exact():
@@ -130,8 +130,24 @@ def test_a_universal_width_that_is_no_simple_fraction_is_exact():
         tensors |= empty(
             {prefix + '1.weight': (1, hidden, 98), prefix + '2.weight': (1, 98, hidden)}
         )
-        found = infer_model(tensors, 'file')
+        found = infer_model(tensors, 'file', num_heads=1)
         assert found.moe_layer('blocks_0').path_widths(98)['universal_experts'] == (1, hidden)
+
+
+@pytest.mark.parametrize('width, heads', [(64, 1), (192, 3), (1024, 16)])
+def test_heads_are_64_wide_when_nothing_tells(width, heads):
+    shapes = {
+        'patch_embed.proj.weight': (width, 3, 4, 4),
+        'pos_embed': (1, 9, width),
+        'blocks.0.attn.qkv.weight': (3 * width, width),
+        'blocks.0.mlp.fc1.weight': (4 * width, width),
+    }
+    assert infer_model(empty(shapes), 'file').num_heads == heads
+
+
+def test_a_width_that_is_no_multiple_of_64_needs_the_heads(small):
+    with pytest.raises(UserError, match='file is 12 channels wide.*give --num_heads'):
+        infer_model(small, 'file')
 
 
 def test_heads_are_told_by_the_width_of_a_normalised_query():
@@ -144,19 +160,25 @@ def test_what_the_caller_gives_wins_over_what_the_shapes_tell(small):
     assert (found.num_heads, found.image_size, found.width) == (4, 20, 12)
 
 
+def test_an_attribute_that_no_model_has_is_refused_with_the_nearest(small):
+    with pytest.raises(UserError, match="'num_head' does not exist; the nearest .* 'num_heads'"):
+        infer_model(small, 'file', num_head=3)
+
+
 def test_a_given_convention_of_the_position_embedding_decides_the_grid():
     # 9 rows: a grid of 2 x 2 behind five prefix tokens, or of 3 x 3 without rows for them.
     model = ViT(image_size=8, patch_size=4, width=12, depth=1, num_heads=1, reg_tokens=4)
     tensors = tensors_of(model)
     assert tensors['pos_embed'].shape == (1, 9, 12)
-    assert infer_model(tensors, 'file').image_size == 8
-    assert infer_model(tensors, 'file', no_embed_class=True).image_size == 12
+    assert infer_model(tensors, 'file', num_heads=1).image_size == 8
+    given = dict(num_heads=1, no_embed_class=True)
+    assert infer_model(tensors, 'file', **given).image_size == 12
 
 
 def test_a_given_combine_function_is_merged_into_the_layers_arguments():
     model = ViT(image_size=8, patch_size=4, width=12, depth=1, num_heads=1, moe_blocks=(0,),
                 moe=dict(core_experts=3, universal_experts=5))  # fmt: skip
-    found = infer_model(tensors_of(model), 'file', moe={'combine': 'softmax'})
+    found = infer_model(tensors_of(model), 'file', num_heads=1, moe={'combine': 'softmax'})
     assert found.moe['combine'] == 'softmax'
     assert (found.moe['core_experts'], found.moe['universal_experts']) == (3, 5)
 
@@ -164,8 +186,10 @@ def test_a_given_combine_function_is_merged_into_the_layers_arguments():
 def test_a_grid_that_is_not_square_needs_the_image_size(small):
     tensors = small | empty({'pos_embed': (1, 7, 12)})
     with pytest.raises(UserError, match='file: pos_embed has 7 rows.*give the image_size'):
-        infer_model(tensors, 'file')
-    assert infer_model(tensors, 'file', image_size=(8, 12)).image_shape == (8, 12)
+        infer_model(tensors, 'file', num_heads=1)
+    found = infer_model(tensors, 'file', num_heads=1, image_size=(8, 12))
+    assert found.image_shape == (8, 12)
+    assert not found.no_embed_class
 
 
 @pytest.mark.parametrize(

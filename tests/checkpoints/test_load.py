@@ -1,5 +1,7 @@
 """From a file to a model and back: recorded logits, strictness, the report, exact exports."""
 
+from dataclasses import replace
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -142,7 +144,7 @@ def test_a_wrong_shape_is_told_with_the_tensor_and_both_shapes(
 
 
 def test_wrong_heads_are_told_where_the_shapes_can_tell_them(state, load):
-    with pytest.raises(UserError, match=r'k_norm\.\w+ has shape \(16,\), .* check num_heads'):
+    with pytest.raises(UserError, match=r'k_norm\.\w+ has shape \(16,\), .* check --num_heads'):
         load(state('vit_qknorm_prenorm'), num_heads=4)
 
 
@@ -152,6 +154,31 @@ def test_weights_that_are_not_finite_are_refused_by_name(tensors, load, value):
     tensors['blocks.1.norm1.bias'][3] = value
     with pytest.raises(UserError, match=r'tensor blocks\.1\.norm1\.bias has NaN or infinite'):
         load(tensors, num_heads=3)
+    params = load(tensors, num_heads=3, allow_nonfinite=True).params
+    np.testing.assert_array_equal(params['blocks_1/norm1/bias'], tensors['blocks.1.norm1.bias'])
+
+
+def test_average_pooling_may_take_the_class_tokens_norm(reference, state, load):
+    norm = {f'norm.{leaf}': f'fc_norm.{leaf}' for leaf in ('weight', 'bias')}
+    tensors = state('vit_avg')
+    tensors |= {name: tensors.pop(theirs) for name, theirs in norm.items()}
+
+    checkpoint = load(tensors, num_heads=3, pool='avg')
+
+    assert_close(logits_of(checkpoint, reference('vit_avg')), reference('vit_avg')['logits'])
+    assert checkpoint.report.adapted.keys() == norm.keys()
+    assert not set(checkpoint.report.used) & norm.keys()
+
+
+def test_heads_that_nothing_told_are_reported_as_assumed(state, load):
+    wider = {48: 64, 144: 192, 192: 256}
+    tensors = {
+        name: np.zeros([wider.get(size, size) for size in value.shape], np.float32)
+        for name, value in state('vit_token').items()
+    }
+    lines = load(tensors).report.table().splitlines()
+    assert lines[-1] == '  assumed             num_heads 1: heads 64 wide, as is usual'
+    assert load(tensors, num_heads=2).report.assumed == []
 
 
 def test_another_class_count_makes_a_fresh_head_and_says_so(tensors, load):
@@ -198,7 +225,7 @@ def test_a_resampled_position_embedding_is_reported_with_both_grids(tensors, loa
     np.testing.assert_array_equal(
         checkpoint.params['pos_embed'][:, 0], tensors['pos_embed'][:, 0], 'the class token moved'
     )
-    line = '  resampled           pos_embed: 4x4 -> 3x5 patches, bicubic'
+    line = '  adapted             pos_embed: 4x4 -> 3x5 patches, bicubic'
     assert line in checkpoint.report.table().splitlines()
     assert 'pos_embed' not in checkpoint.report.used
 
@@ -213,7 +240,7 @@ def test_what_the_reader_left_out_is_in_the_report(tensors):
 def test_an_export_has_the_names_shapes_and_bytes_of_the_import(tmp_path, state, load, name):
     path, tensors = tmp_path / 'out.safetensors', state(name)
     checkpoint = load(tensors, num_heads=3)
-    save_checkpoint(path, checkpoint.model, checkpoint.params, num_heads=3)
+    save_checkpoint(path, checkpoint)
     exported = read_state_dict(path).tensors
     assert exported.keys() == tensors.keys()
     for tensor, value in tensors.items():
@@ -224,22 +251,22 @@ def test_an_export_has_the_names_shapes_and_bytes_of_the_import(tmp_path, state,
 
 def test_what_is_saved_is_loaded_again_with_its_hints(tmp_path, state, load):
     path = tmp_path / 'out.safetensors'
-    first = load(state('moe_jetpack_vit'), num_heads=3)
-    hints = dict(
-        num_heads=first.model.num_heads,
-        pool='avg',
+    # Everything that shapes cannot tell is unlike its default.
+    loaded = load(state('moe_jetpack_vit'), num_heads=3, moe=dict(combine='softmax'))
+    first = replace(
+        loaded,
         mean=(0.25, 0.5, 0.75),
         std=(0.5, 0.125, 1.0),
         crop_fraction=0.9,
         class_names=('zebra', 'yak', 'ñandú'),
     )
-    save_checkpoint(path, first.model, first.params, **hints)
+    save_checkpoint(path, first)
 
     again = load_checkpoint(path)
 
     assert again.model == first.model
     for name in ('mean', 'std', 'crop_fraction', 'class_names'):
-        assert getattr(again, name) == hints[name]
+        assert getattr(again, name) == getattr(first, name)
     assert again.params.keys() == first.params.keys()
     for name, value in first.params.items():
         assert again.params[name].tobytes() == value.tobytes(), name
@@ -248,7 +275,7 @@ def test_what_is_saved_is_loaded_again_with_its_hints(tmp_path, state, load):
 def test_what_the_caller_gives_wins_over_a_files_hints(tmp_path, tensors, load):
     path = tmp_path / 'out.safetensors'
     first = load(tensors, num_heads=3)
-    save_checkpoint(path, first.model, first.params, num_heads=3)
+    save_checkpoint(path, first)
     assert load_checkpoint(path).model.num_heads == 3
     assert load_checkpoint(path, num_heads=4).model.num_heads == 4
 
@@ -257,7 +284,7 @@ def test_an_export_in_float16_is_the_rounded_one(tmp_path, state, load):
     path = tmp_path / 'half.safetensors'
     tensors = state('moe_jetpack_vit')
     first = load(tensors, num_heads=3)
-    save_checkpoint(path, first.model, first.params, np.float16)
+    save_checkpoint(path, first, np.float16)
     exported = read_state_dict(path).tensors
     assert exported.keys() == tensors.keys()
     for name, value in exported.items():

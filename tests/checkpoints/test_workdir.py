@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from jetmoe_jax.checkpoints.load import save_checkpoint
+from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, save_checkpoint
 from jetmoe_jax.checkpoints.workdir import (
     CheckpointStore,
     check_same_model,
     load_workdir,
     open_checkpoint,
+    save_workdir,
 )
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import flatten, init_params, unflatten
@@ -63,8 +64,8 @@ def shapes_like(tree):
 
 
 def save(store, initial, step, top1):
-    params = unflatten(params_at(initial, step))
-    store.save(step, params, train_at(step), {'position': 10 * step}, META, {'top1': top1})
+    trees = dict(params=unflatten(params_at(initial, step)), train=train_at(step))
+    store.save(step, trees, dict(data={'position': 10 * step}, meta=META), {'top1': top1})
 
 
 @pytest.fixture(scope='module')
@@ -97,13 +98,12 @@ def steps_of(folder):
 
 def test_everything_that_was_saved_is_restored(workdir, initial):
     store = CheckpointStore(workdir, read_only=True)
-    params, train, data = store.restore(
-        9, shapes_like(unflatten(initial)), shapes_like(train_at(9))
-    )
-    meta = store.meta(9)
+    shapes = dict(params=shapes_like(unflatten(initial)), train=shapes_like(train_at(9)))
+    trees, data, meta = store.restore(9, **shapes), store.data_state(9), store.meta(9)
     store.close()
-    assert_params(SimpleNamespace(params=flatten(params)), initial, 9)
-    jax.tree.map(np.testing.assert_array_equal, train, train_at(9))
+    assert trees.keys() == shapes.keys()
+    assert_params(SimpleNamespace(params=flatten(trees['params'])), initial, 9)
+    jax.tree.map(np.testing.assert_array_equal, trees['train'], train_at(9))
     assert data == {'position': 90}
     assert meta == META | {'model': meta['model']}
     check_same_model(workdir, meta['model'], META['model'])
@@ -150,7 +150,7 @@ def test_attributes_that_are_given_win(workdir):
 
 def test_a_file_is_opened_as_one(tmp_path, initial):
     path = tmp_path / 'out.safetensors'
-    save_checkpoint(path, MODEL, initial, num_heads=3)
+    save_checkpoint(path, Checkpoint(MODEL, initial, LoadReport('test')))
     assert_params(open_checkpoint(path), initial, 0)
 
 
@@ -223,11 +223,46 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_still_loads(damaged, i
     assert_params(load_workdir(damaged / 'checkpoints' / '7'), initial, 7)
 
 
-def test_a_checkpoint_of_other_shapes_than_the_model_is_not_restored(workdir):
-    # 12 px give a grid of 3 x 3 and the checkpoint holds a position embedding of 2 x 2.
-    message = error_of(workdir, image_size=12)
-    assert 'pos_embed' in message or 'image_size' in message
+def test_the_moving_average_is_given_when_asked_for(initial, tmp_path):
+    store = CheckpointStore(tmp_path)
+    trees = dict(params=unflatten(initial), ema=unflatten(params_at(initial, 5)))
+    store.save(2, trees, dict(meta=META))
+    store.close()
+    assert_params(open_checkpoint(tmp_path), initial, 0)
+    assert_params(open_checkpoint(tmp_path, ema=True), initial, 5)
+
+
+def test_a_moving_average_that_is_not_there_is_told(workdir, initial, tmp_path):
+    message = error_of(workdir, ema=True)
+    assert 'moving average' in message or 'ema' in message
     assert 'delete that folder' not in message, 'nothing is wrong with the checkpoint'
+    path = tmp_path / 'out.safetensors'
+    save_checkpoint(path, Checkpoint(MODEL, initial, LoadReport('test')))
+    with pytest.raises(UserError, match='is a file; only a workdir has a moving average'):
+        open_checkpoint(path, ema=True)
+
+
+def test_a_checkpoint_becomes_a_workdir_and_is_never_written_over(initial, tmp_path):
+    checkpoint = Checkpoint(MODEL, initial, LoadReport('test'), class_names=tuple('abcde'))
+    save_workdir(tmp_path, checkpoint)
+    again = load_workdir(tmp_path)
+    assert_params(again, initial, 0)
+    assert (again.model, again.class_names) == (MODEL, tuple('abcde'))
+    with pytest.raises(UserError, match='has checkpoints already; choose another --output'):
+        save_workdir(tmp_path, checkpoint)
+    assert_params(load_workdir(tmp_path), initial, 0)
+
+
+def test_a_workdir_is_opened_at_another_size_and_class_count(workdir, initial):
+    # 16 px give a grid of 4 x 4 and the checkpoint holds a position embedding of 2 x 2.
+    checkpoint = open_checkpoint(workdir, image_size=16, num_classes=3)
+    assert checkpoint.params['pos_embed'].shape == (1, 17, 12)
+    assert checkpoint.params['head/kernel'].shape == (12, 3)
+    assert sorted(checkpoint.report.fresh) == ['head/bias', 'head/kernel']
+    np.testing.assert_array_equal(
+        checkpoint.params[EXPERT_KERNEL], params_at(initial, 9)[EXPERT_KERNEL]
+    )
+    assert checkpoint.mean == (0.25, 0.5, 0.75)
 
 
 def test_a_missing_step_is_named(workdir):
@@ -266,7 +301,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_attribute(workdir):
 def test_a_checkpoint_of_eight_devices_is_restored_on_others(initial, tmp_path, devices, expert):
     def placed(expert, devices):
         mesh = make_mesh(expert, jax.devices()[:devices])
-        tree = {'params': unflatten(initial), 'mu': unflatten(params_at(initial, 3))}
+        tree = dict(params=unflatten(initial), ema=unflatten(params_at(initial, 3)))
         return jax.device_put(tree, tree_shardings(tree, mesh))
 
     before = placed(4, 8)
@@ -274,7 +309,7 @@ def test_a_checkpoint_of_eight_devices_is_restored_on_others(initial, tmp_path, 
     assert kernel.sharding.mesh.shape == {'data': 2, 'expert': 4}
     assert kernel.addressable_shards[0].data.shape[0] == 1
     store = CheckpointStore(tmp_path)
-    store.save(2, before['params'], {'mu': before['mu']}, {}, META, {'top1': 0.5})
+    store.save(2, before, dict(meta=META))
     store.close()
 
     target = jax.tree.map(
@@ -282,12 +317,12 @@ def test_a_checkpoint_of_eight_devices_is_restored_on_others(initial, tmp_path, 
         placed(expert, devices),
     )
     store = CheckpointStore(tmp_path)
-    params, train, _ = store.restore(2, target['params'], {'mu': target['mu']})
+    trees = store.restore(2, **target)
     store.close()
 
-    restored = flatten(params)
+    restored = flatten(trees['params'])
     assert len(restored[EXPERT_KERNEL].sharding.device_set) == devices
     assert restored[EXPERT_KERNEL].addressable_shards[0].data.shape[0] == 4 // expert
     for path, value in initial.items():
         np.testing.assert_array_equal(restored[path], value, err_msg=path)
-        np.testing.assert_array_equal(flatten(train['mu'])[path], value + np.float32(3))
+        np.testing.assert_array_equal(flatten(trees['ema'])[path], value + np.float32(3))
