@@ -9,7 +9,23 @@ from jetmoe_jax.errors import UserError, known_key
 INITS = ('recycled', 'random', 'dense')
 
 # A run is the same run as long as everything but these stays the same.
-OPERATIONAL = ('log_every_steps', 'keep_checkpoints', 'mesh', 'compare_random')
+OPERATIONAL = (
+    'log_every_steps',
+    'eval_every_epochs',
+    'checkpoint_every_epochs',
+    'keep_checkpoints',
+    'mesh',
+    'compare_random',
+)
+
+_POSITIVE = (
+    'batch_size',
+    'epochs',
+    'log_every_steps',
+    'eval_every_epochs',
+    'checkpoint_every_epochs',
+    'keep_checkpoints',
+)
 
 
 def default_config() -> ConfigDict:
@@ -60,7 +76,8 @@ def default_config() -> ConfigDict:
     c.mesh = ConfigDict()
     c.mesh.expert = 1  # devices that the experts are split over; the others split the data
     c.log_every_steps = 50
-    c.eval_every_epochs = 1.0  # each evaluation is followed by a checkpoint
+    c.eval_every_epochs = 1.0
+    c.checkpoint_every_epochs = 1.0
     c.keep_checkpoints = 3  # the last ones; the best is kept besides
     return c
 
@@ -113,7 +130,7 @@ def check_config(config: ConfigDict) -> None:
         raise UserError(f'config.dtype is {config.dtype!r}; use float32 or bfloat16.')
     if not 0 <= config.ema_decay < 1:
         raise UserError(f'config.ema_decay is {config.ema_decay}; give 0 (none) to below 1.')
-    for key in ('batch_size', 'epochs', 'eval_every_epochs', 'log_every_steps', 'keep_checkpoints'):
+    for key in _POSITIVE:
         if config[key] <= 0:
             raise UserError(f'config.{key} is {config[key]}; give a number above 0.')
 

@@ -12,16 +12,21 @@ METRICS_FILE = 'metrics.jsonl'
 
 
 class RunLog:
-    """Writes metrics of steps. A restart from step k drops what was written of later steps."""
+    """Writes metrics of steps. A restart from step k drops what was written of later steps.
 
-    def __init__(self, workdir: str | Path, from_step: int = 0):
+    Args:
+      keep_until: the step that the run goes on from; None for a new run.
+    """
+
+    def __init__(self, workdir: str | Path, keep_until: int | None = None):
+        keep_until = -1 if keep_until is None else keep_until
         self.path = Path(workdir) / METRICS_FILE
-        kept = [record for record in read_metrics(workdir) if record['step'] <= from_step]
+        kept = [record for record in read_metrics(workdir) if record['step'] <= keep_until]
         partial = self.path.with_suffix('.partial')
         partial.write_text(''.join(json.dumps(record) + '\n' for record in kept))
         partial.replace(self.path)
         self._file = self.path.open('a')
-        self._events = SummaryWriter(str(workdir), purge_step=from_step + 1)
+        self._events = SummaryWriter(str(workdir), purge_step=keep_until + 1)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one record, {'step': step, name: value}."""

@@ -1,6 +1,7 @@
 """One training run, from top to bottom: data, model, state, restore, loop, evaluate."""
 
 import logging
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
     steps_per_epoch = len(train_source) / config.batch_size
     steps = max(round(config.epochs * steps_per_epoch), 1)
     eval_every = max(round(config.eval_every_epochs * steps_per_epoch), 1)
+    save_every = max(round(config.checkpoint_every_epochs * steps_per_epoch), 1)
 
     # Model.
     start = prepare(config, train_source, workdir)
@@ -101,13 +103,13 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
     schedule = make_schedule(config.optimizer, steps, steps_per_epoch)
     optimizer = make_optimizer(config.optimizer, schedule, model.blocks)
     store = CheckpointStore(workdir, keep=config.keep_checkpoints)
-    first = store.latest_step()
-    if first is not None:
-        _check_same_run(workdir, store.meta(first), meta)
-        logger.info('Going on from step %d of %s.', first, workdir)
+    restored = store.latest_step()
+    if restored is not None:
+        _check_same_run(workdir, store.meta(restored), meta)
+        logger.info('Going on from step %d of %s.', restored, workdir)
         target = abstract_state(shapes, optimizer, mesh, ema=config.ema_decay > 0)
-        state = from_items(store.restore(first, **to_items(target)))
-        batches.set_state(store.data_state(first))
+        state = from_items(store.restore(restored, **to_items(target)))
+        batches.set_state(store.data_state(restored))
     else:
         for report in start.reports:
             logger.info('%s', report.table())
@@ -118,7 +120,6 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
         logger.info('Initial parameters (%s): %.1f s.', config.init, time.monotonic() - began)
         overview = parameter_overview.get_parameter_overview(state.params, include_stats=False)
         (workdir / 'parameters.txt').write_text(overview + '\n')
-        first = 0
     logger.info(
         '%s: %s. %d training and %d validation images, %d steps of %d.',
         config.model if config.init != 'dense' else config.dense,
@@ -134,33 +135,44 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
         model, optimizer, schedule, config, start.mean, start.std, mesh, state
     )
     eval_step = make_eval_step(model, start.mean, start.std, mesh)
-    log, rate = RunLog(workdir, first), Rate(first, steps, config.batch_size)
+    first = restored or 0
+    log = RunLog(workdir, keep_until=restored)
+    rate = Rate(first, steps, config.batch_size)
 
-    def evaluate_state() -> Metrics:
+    def validate() -> Metrics:
         params = state.params if state.ema is None else state.ema
         return evaluate(eval_step, params, validation(), mesh)
 
-    def evaluate_and_save(step: int) -> Metrics:
-        result = evaluate_state()
+    def validate_and_log(step: int) -> Metrics:
+        result = validate()
         log.write(step, {f'val_{k}': v for k, v in result.items()})
         logger.info(
             'step %d/%d  validation: top-1 %.1f%%, top-5 %.1f%%, loss %.4f',
             step, steps, 100 * result['top1'], 100 * result['top5'], result['loss'],
         )  # fmt: skip
-        records = {'meta': meta, 'data': batches.get_state()}
-        store.save(step, to_items(state), records, result)
         return result
 
-    result = evaluate_and_save(0) if first == 0 else None
+    def save(step: int, result: Metrics | None) -> None:
+        records = {'meta': meta, 'data': batches.get_state()}
+        store.save(step, to_items(state), records, result)
+
+    if restored is None:
+        save(0, validate_and_log(0))
     for step in range(first + 1, steps + 1):
         batch = next(batches)
         ids = batch.pop('index')
         state, metrics = train_step(state, shard_batch(batch, mesh))
-        if step % config.log_every_steps == 0 or step in (1, steps):
+        logs = step % config.log_every_steps == 0 or step in (1, steps)
+        saves = step % save_every == 0 or step == steps
+        evaluates = step % eval_every == 0 or step == steps
+        if (
+            logs or saves
+        ):  # what is saved is good: loss and gradients, and so the parameters, finite
             metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
-            if not metrics['loss'] < float('inf'):
+            if not all(math.isfinite(metrics[k]) for k in ('loss', 'grad_norm')):
                 store.close()
                 raise UserError(_not_finite(step, metrics, ids, train_source, store))
+        if logs:
             images_per_second, left = rate(step)
             log.write(step, metrics | {'images_per_second': images_per_second})
             logger.info(
@@ -168,10 +180,11 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
                 step, steps, metrics['loss'], metrics['grad_norm'], metrics['lr'],
                 images_per_second, left,
             )  # fmt: skip
-        if step % eval_every == 0 or step == steps:
-            result = evaluate_and_save(step)
-    if result is None:  # the run had been finished before
-        result = evaluate_state()
+        result = validate_and_log(step) if evaluates else None
+        if saves:
+            save(step, result)
+    if first == steps:  # the run had been finished before
+        result = validate()
     store.close()
     log.close()
     batches.close()

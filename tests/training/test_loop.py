@@ -28,6 +28,7 @@ def get_config(arg=None):
     c.batch_size = 48
     c.epochs = 2.0
     c.eval_every_epochs = 0.3
+    c.checkpoint_every_epochs = 0.2
     c.optimizer.lr = 2e-3
     c.optimizer.warmup_epochs = 0.2
     c.log_every_steps = 1
@@ -84,11 +85,16 @@ def uninterrupted(run, tmp_path_factory):
     return workdir
 
 
-def test_a_killed_run_goes_on_bit_for_bit(config, run, environment, uninterrupted, tmp_path):
+@pytest.mark.parametrize(
+    'logged', [1, 23]
+)  # before the first checkpoint but the initial, and later
+def test_a_killed_run_goes_on_bit_for_bit(
+    config, run, environment, uninterrupted, tmp_path, logged
+):
     process = subprocess.Popen(
         command(config, tmp_path), env=environment, stdout=subprocess.DEVNULL, text=True
     )
-    while process.poll() is None and len(losses(tmp_path)) < 23:
+    while process.poll() is None and len(losses(tmp_path)) < logged:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
