@@ -83,7 +83,7 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
         patch_size=patch_size,
         width=width,
         depth=depth,
-        num_heads=given.get('num_heads') or _usual_heads(width, source),
+        num_heads=given.get('num_heads') or _heads(shape, width, source),
         mlp_ratio=hidden / width,
         num_classes=shape['head.weight'][0] if 'head.weight' in shape else 0,
         pool='avg' if 'fc_norm.weight' in shape else 'token',
@@ -107,7 +107,8 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
     else:
         patches = 0
     if rows not in (patches, patches + prefix):
-        patches = next((n for n in (rows - prefix, rows) if _square(n)), 0)
+        candidates = [rows] if given.get('no_embed_class') else [rows - prefix, rows]
+        patches = next((n for n in candidates if _square(n)), 0)
         attributes['image_size'] = round(patches**0.5) * patch_size
     if not patches:
         raise UserError(
@@ -119,7 +120,10 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
     return ViT(**(attributes | given))
 
 
-def _usual_heads(width: int, source: str) -> int:
+def _heads(shape: Mapping[str, tuple[int, ...]], width: int, source: str) -> int:
+    """From the width of a query's norm, or of a usual head."""
+    if 'blocks.0.attn.q_norm.weight' in shape:
+        return width // shape['blocks.0.attn.q_norm.weight'][0]
     if width % HEAD_WIDTH:
         raise UserError(
             f'{source} is {width} channels wide, no multiple of the usual {HEAD_WIDTH} of a head; '

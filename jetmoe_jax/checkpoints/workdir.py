@@ -19,7 +19,7 @@ from jetmoe_jax.checkpoints.files import StateDict
 from jetmoe_jax.checkpoints.layout import state_dict
 from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, fit, load_checkpoint
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.parameters import flatten, param_shapes, unflatten
+from jetmoe_jax.models.parameters import FlatParams, flatten, param_shapes, unflatten
 from jetmoe_jax.models.registry import from_spec, model_spec
 
 FOLDER = 'checkpoints'
@@ -32,6 +32,8 @@ class CheckpointStore:
         self.folder = Path(workdir).absolute() / FOLDER
         policies = checkpoint_managers
         options = ocp.CheckpointManagerOptions(
+            best_fn=lambda metrics: metrics['top1'],
+            best_mode='max',
             preservation_policy=policies.AnyPreservationPolicy(
                 [
                     policies.LatestN(keep),
@@ -97,12 +99,13 @@ class CheckpointStore:
     def _restore(self, step: int, **items: Any) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (ValueError, KeyError, OSError) as error:
-            first_line = str(error).splitlines()[0]
-            raise UserError(
-                f'checkpoint {self.folder / str(step)} cannot be read: {first_line}; '
-                'delete that folder to go on from an earlier one.'
-            ) from error
+        except Exception as error:  # Orbax raises bare Exceptions for damaged arrays
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            why = first_line.partition(' See full TensorStore details')[0].rstrip(' .')
+        raise UserError(
+            f'checkpoint {self.folder / str(step)} cannot be read: {why}; '
+            'delete that folder to go on from an earlier one.'
+        )
 
 
 def check_same_model(
@@ -161,6 +164,8 @@ def load_workdir(
             for path, leaf in param_shapes(model).items()
         }
         item = 'ema' if ema else 'params'
+        if ema and not (store.folder / str(step) / 'ema').is_dir():
+            raise UserError(f'{workdir} has no moving average of the weights.')
         params = flatten(store.restore(step, **{item: unflatten(shapes)})[item])
     finally:
         store.close()
@@ -200,6 +205,13 @@ def meta_of(checkpoint: Checkpoint) -> dict[str, Any]:
         crop_fraction=checkpoint.crop_fraction,
         class_names=list(checkpoint.class_names),
     )
+
+
+def to_device(params: FlatParams) -> dict[str, Any]:
+    """Flat parameters -> nested arrays on the default device. Empties `params` as it goes, so that
+    no value is in memory twice.
+    """
+    return unflatten({path: jax.device_put(params.pop(path)) for path in list(params)})
 
 
 def open_checkpoint(

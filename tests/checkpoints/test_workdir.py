@@ -66,7 +66,8 @@ def shapes_like(tree):
 
 def save(store, initial, step, top1):
     trees = dict(params=unflatten(params_at(initial, step)), train=train_at(step))
-    store.save(step, trees, dict(data={'position': 10 * step}, meta=META), {'top1': top1})
+    metrics = None if top1 is None else {'top1': top1}
+    store.save(step, trees, dict(data={'position': 10 * step}, meta=META), metrics)
 
 
 @pytest.fixture(scope='module')
@@ -112,6 +113,15 @@ def test_everything_that_was_saved_is_restored(workdir, initial):
 
 def test_the_last_and_the_best_are_kept_even_when_a_run_was_restarted(workdir):
     assert steps_of(workdir) == [3, 7, 9]
+
+
+def test_checkpoints_between_evaluations_do_not_drive_out_the_best(initial, tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step, top1 in {1: None, 2: 0.5, 3: None, 4: 0.25, 5: None, 6: None}.items():
+        save(store, initial, step, top1)
+    store.close()
+    assert steps_of(tmp_path) == [2, 5, 6]
+    assert_params(load_workdir(tmp_path, best=True), initial, 2)
 
 
 def test_the_newest_and_the_best_are_told_apart(workdir):
@@ -165,7 +175,9 @@ def test_a_half_written_checkpoint_is_not_the_newest(damaged, initial):
     checkpoints = damaged / 'checkpoints'
     for name in ('11.orbax-checkpoint-tmp', '13.orbax-checkpoint-tmp-1700000000'):
         (checkpoints / name / 'params').mkdir(parents=True)
+    before = sorted(checkpoints.iterdir())
     assert_params(load_workdir(damaged), initial, 9)
+    assert sorted(checkpoints.iterdir()) == before, 'reading removed what a run may be writing'
 
     store = CheckpointStore(damaged, keep=2)
     latest = store.latest_step()

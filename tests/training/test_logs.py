@@ -40,7 +40,7 @@ def test_a_record_is_in_the_file_as_soon_as_it_is_written(tmp_path):
 
 
 def test_a_restart_drops_later_records_and_goes_on(workdir):
-    log = RunLog(workdir, from_step=2)
+    log = RunLog(workdir, keep_until=2)
     assert steps(workdir) == [1, 2, 2]
     log.write(3, {'loss': 0.7})
     log.close()
@@ -52,13 +52,24 @@ def test_a_restart_drops_later_records_and_goes_on(workdir):
     ]
 
 
+def test_a_restart_from_step_0_keeps_the_evaluation_there_and_a_new_run_keeps_nothing(tmp_path):
+    log = RunLog(tmp_path)
+    log.write(0, {'val_top1': 0.1})
+    log.write(1, {'loss': 0.5})
+    log.close()
+    RunLog(tmp_path, keep_until=0).close()
+    assert read_metrics(tmp_path) == [{'step': 0, 'val_top1': 0.1}]
+    RunLog(tmp_path).close()
+    assert read_metrics(tmp_path) == []
+
+
 def test_a_last_line_that_a_kill_cut_off_is_left_out(workdir):
     path = workdir / METRICS_FILE
     whole = path.read_text()
     for cut in range(1, len(whole.splitlines()[-1])):
         path.write_text(whole[: -1 - cut])
         assert steps(workdir) == [1, 2, 2, 3], f'{cut} characters are missing'
-    RunLog(workdir, from_step=9).close()
+    RunLog(workdir, keep_until=9).close()
     assert path.read_text() == ''.join(line + '\n' for line in whole.splitlines()[:-1])
 
 
