@@ -3,6 +3,7 @@
 --config=configs/vjetmoe_s.py:dense=VIT_B.safetensors,dense_same=VIT_S.safetensors,data=FOLDER
 """
 
+from jetmoe_jax.moe.spheromoe import setting
 from jetmoe_jax.training.config import default_config, parse_arg, parse_experts
 
 
@@ -15,6 +16,7 @@ def get_config(arg=None):
         data='',  # a folder of train/CLASS/*, val/CLASS/*
         image_size=224,
         experts='98+196',  # core + universal
+        layer='released',  # or 'paper': the layer's published settings
         epochs=300.0,
         batch=4096,
         lr=4e-3,
@@ -25,7 +27,7 @@ def get_config(arg=None):
     c.model = 'vjetmoe_s'
     c.model_overrides.image_size = arg.image_size
     c.model_overrides.drop_path = 0.1
-    c.model_overrides.moe = parse_experts(arg.experts)
+    c.model_overrides.moe = setting(arg.layer) | parse_experts(arg.experts)
     c.init = arg.init
     c.dense = arg.dense
     c.dense_same = arg.dense_same

@@ -1,5 +1,6 @@
 """The model that a state dict belongs to, read from its tensors' names and shapes."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jetmoe_jax.checkpoints.convnext import infer_convnext
 from jetmoe_jax.errors import UserError, known_key
 from jetmoe_jax.models.convnext import ConvNeXt
+from jetmoe_jax.models.layers import as_pair
 from jetmoe_jax.models.vit import ViT
 
 HEAD_WIDTH = 64  # every ViT of the paper, DeiT and DINOv2 has heads of this width
@@ -101,9 +103,8 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
     rows = shape['pos_embed'][1]
     # Whether the prefix has rows of its own shows in the patch grid: the given one, or a square.
     if 'image_size' in given:
-        size = given['image_size']
-        height, width_ = (size, size) if isinstance(size, int) else size
-        patches = (height // patch_size) * (width_ // patch_size)
+        rows_and_columns = [pixels // patch_size for pixels in as_pair(given['image_size'])]
+        patches = math.prod(rows_and_columns)
     else:
         patches = 0
     if rows not in (patches, patches + prefix):

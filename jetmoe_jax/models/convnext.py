@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.layers import DropPath, LayerScale, linear_over_depth
+from jetmoe_jax.models.layers import (
+    DropPath,
+    LayerScale,
+    as_pair,
+    check_images,
+    linear_over_depth,
+)
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp, linear_init
 from jetmoe_jax.moe.spheromoe import SpheroMoE
 
@@ -175,8 +181,7 @@ class ConvNeXt(nn.Module):
     @property
     def image_shape(self) -> tuple[int, int]:
         """(height, width) of the images, in pixels."""
-        size = self.image_size
-        return (size, size) if isinstance(size, int) else tuple(size)
+        return as_pair(self.image_size)
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -254,16 +259,7 @@ class ConvNeXt(nn.Module):
                 f'widths {tuple(self.widths)} and depths {tuple(self.depths)} are not of one '
                 'length; give one of each for every stage.'
             )
-        if any(pixels % cell for pixels in self.image_shape):
-            raise UserError(
-                f'image size {self.image_shape} is not a multiple of {cell}, the pixels of a cell '
-                'in the last stage; choose an image_size that is.'
-            )
-        if images.shape[1:] != (*self.image_shape, 3):
-            raise UserError(
-                f'images are {images.shape[1:]}, the model takes {(*self.image_shape, 3)} '
-                '(height, width, channels).'
-            )
+        check_images(images, self.image_shape, cell)
         if self.moe_blocks and self.moe is None:
             raise UserError('moe_blocks are given without the arguments of the layer (moe).')
         for block in self.moe_blocks:

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jetmoe_jax.errors import UserError
 from jetmoe_jax.moe.mlp import Dtype
 
 
@@ -28,6 +29,30 @@ class DropPath(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         every_axis_but_images = tuple(range(1, x.ndim))
         return nn.Dropout(self.rate, every_axis_but_images, deterministic=not train)(x)
+
+
+def as_pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of an image size, which may be one number."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def check_images(images: jax.Array, image_shape: tuple[int, int], cell: int) -> None:
+    """Refuses images that are not of the model's size, and a size that is no multiple of a cell.
+
+    Args:
+      images: (b height width 3).
+      cell: pixels along a side of what becomes one token (in the last stage).
+    """
+    if any(pixels % cell for pixels in image_shape):
+        raise UserError(
+            f'image size {image_shape} is not a multiple of {cell}, the pixels of a '
+            'token in the last block; choose an image_size that is.'
+        )
+    if images.shape[1:] != (*image_shape, 3):
+        raise UserError(
+            f'images are {images.shape[1:]}, the model takes {(*image_shape, 3)} '
+            '(height, width, channels).'
+        )
 
 
 def linear_over_depth(rate: float, depth: int) -> list[float]:

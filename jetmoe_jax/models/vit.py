@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.layers import DropPath, LayerScale, linear_over_depth
+from jetmoe_jax.models.layers import (
+    DropPath,
+    LayerScale,
+    as_pair,
+    check_images,
+    linear_over_depth,
+)
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp, linear_init
 from jetmoe_jax.moe.spheromoe import SpheroMoE
 
@@ -119,8 +125,7 @@ class ViT(nn.Module):
     @property
     def image_shape(self) -> tuple[int, int]:
         """(height, width) of the images, in pixels."""
-        size = self.image_size
-        return (size, size) if isinstance(size, int) else tuple(size)
+        return as_pair(self.image_size)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -232,16 +237,7 @@ class ViT(nn.Module):
             raise UserError("pool is 'token' and the model has no class token; use pool='avg'.")
         if self.width % self.num_heads:
             raise UserError(f'width {self.width} is not a multiple of num_heads {self.num_heads}.')
-        if any(pixels % self.patch_size for pixels in self.image_shape):
-            raise UserError(
-                f'image size {self.image_shape} is not a multiple of patch size {self.patch_size}; '
-                'choose an image_size that is.'
-            )
-        if images.shape[1:] != (*self.image_shape, 3):
-            raise UserError(
-                f'images are {images.shape[1:]}, the model takes {(*self.image_shape, 3)} '
-                '(height, width, channels).'
-            )
+        check_images(images, self.image_shape, self.patch_size)
         if self.moe_blocks and self.moe is None:
             raise UserError('moe_blocks are given without the arguments of the layer (moe).')
         if self.moe_blocks and not set(self.moe_blocks) <= set(range(self.depth)):

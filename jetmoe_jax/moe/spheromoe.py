@@ -5,12 +5,13 @@ expert.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jetmoe_jax.errors import UserError
+from jetmoe_jax.errors import UserError, known_key
 from jetmoe_jax.moe.entmax import entmax15
 from jetmoe_jax.moe.experts import Experts
 from jetmoe_jax.moe.mlp import Dtype
@@ -54,6 +55,11 @@ SETTINGS = {
         dropout=0.4,
     ),
 }
+
+
+def setting(name: str) -> dict[str, Any]:
+    """The arguments of a published setting; a UserError names the nearest if there is none."""
+    return dict(SETTINGS[known_key('setting of the layer', name, SETTINGS)])
 
 
 def l2norm(x: jax.Array) -> jax.Array:

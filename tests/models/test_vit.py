@@ -121,7 +121,7 @@ def test_expert_dropout_grows_linearly_over_depth():
         (dict(pool='max'), "pool is 'max'; use one of token, avg."),
         (dict(class_token=False), 'has no class token'),
         (dict(num_heads=5), 'width 12 is not a multiple of num_heads 5'),
-        (dict(patch_size=3), 'not a multiple of patch size 3'),
+        (dict(patch_size=3), '(8, 8) is not a multiple of 3, the pixels of a token'),
         (dict(image_size=12), 'images are (8, 8, 3), the model takes (12, 12, 3)'),
         (dict(moe_blocks=(2,), moe=dict(core_experts=1, universal_experts=1)), 'moe_blocks (2,)'),
     ],
