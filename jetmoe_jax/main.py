@@ -9,6 +9,7 @@ A run that was stopped, however, goes on when the same command is given again.
 import time
 from pathlib import Path
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> None:
     config = _CONFIG.value
     stem = Path(config_flags.get_config_filename(flags.FLAGS['config']).split(':')[0]).stem
     workdir = Path(_WORKDIR.value or Path('workdir') / stem)
+    if not jax.config.jax_compilation_cache_dir:  # a restart, and a random twin, need not compile
+        jax.config.update('jax_compilation_cache_dir', str(workdir.absolute() / 'compiled'))
     if _MODE.value == 'eval':
         print(_line(evaluate_workdir(config, workdir)))
     elif config.get('compare_random'):

@@ -31,8 +31,8 @@ def registry_table() -> str:
     for name in MODELS:
         model = create_model(name)
         cost = model_cost(model)
-        counts = [model.moe_layer(path) for path in model.moe_paths]
-        experts = dict.fromkeys(f'{c.core_experts}+{c.universal_experts}' for c in counts)
+        paths = [model.moe_layer(p).path_widths(model.blocks[p][0]) for p in model.moe_paths]
+        experts = dict.fromkeys('+'.join(str(e) for e, _ in of.values()) for of in paths)
         line = f'{name:30} {cost.parameters:>13,} {cost.multiply_adds / 1e9:>12.2f} G  '
         lines.append((line + ', '.join(experts)).rstrip())
     return '\n'.join(lines)
@@ -63,7 +63,4 @@ def _mlp(model: Model, block: str, n: int) -> int:
     d, h = model.blocks[block]
     if block not in model.moe_paths:
         return 2 * n * d * h
-    layer = model.moe_layer(block)
-    s, paths = layer.slots_per_expert, layer.path_widths(d).values()
-    # Logits, dispatch and combine are three products of tokens with slots.
-    return sum(e * s * (2 * d * width + 3 * n * d) for e, width in paths)
+    return model.moe_layer(block).multiply_adds(n, d)

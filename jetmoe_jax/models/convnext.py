@@ -18,8 +18,8 @@ from jetmoe_jax.models.layers import (
     check_images,
     linear_over_depth,
 )
+from jetmoe_jax.moe.layers import make_layer
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp, linear_init
-from jetmoe_jax.moe.spheromoe import SpheroMoE
 
 KERNEL_SIZE = 7  # of the depthwise convolutions
 _MARGIN = KERNEL_SIZE // 2
@@ -114,9 +114,8 @@ class Block(nn.Module):
         if self.moe is None:
             y = Mlp(self.mlp_hidden, self.dropout, self.dtype, name='mlp')(y, train)
         else:
-            y = SpheroMoE(hidden=self.mlp_hidden, dtype=self.dtype, name='moe', **self.moe)(
-                y, train
-            )
+            moe = make_layer(self.moe, hidden=self.mlp_hidden, dtype=self.dtype, name='moe')
+            y = moe(y, train)
         y = y.reshape(b, h, w, d)
         if self.layer_scale is not None:
             y = LayerScale(self.layer_scale, self.dtype, name='ls')(y)
@@ -159,8 +158,8 @@ class ConvNeXt(nn.Module):
       conv_mlp: timm's files hold the MLPs as 1x1 convolutions; the function is the same.
       dropout: rate in the dense MLPs; drop_path: rate of the last block, linear over all blocks.
       moe_blocks: (stage, block) of each block whose MLP is a MoE layer, both counted from 0.
-      moe: the arguments of that layer (see SpheroMoE), where a tuple holds one value for each
-        stage; expert dropout grows linearly over all blocks.
+      moe: that layer by name ('layer') and its arguments (see moe/layers.py), where a tuple holds
+        one value for each stage; expert dropout grows linearly over all blocks.
       dtype: of the computation; parameters, logits and softmaxes are float32.
     """
 
@@ -209,12 +208,12 @@ class ConvNeXt(nn.Module):
         """(stage, block) of every block, in order."""
         return tuple((s, i) for s, depth in enumerate(self.depths) for i in range(depth))
 
-    def moe_layer(self, path: str) -> SpheroMoE:
+    def moe_layer(self, path: str) -> nn.Module:
         """The MoE layer of a block, unbound."""
         stage, i = next(pair for pair in self._pairs if _path(*pair) == path)
         arguments = self._moe_arguments(stage, i)
         hidden = self.mlp_hiddens[stage]
-        return SpheroMoE(hidden=hidden, dtype=self.dtype, **arguments, parent=None)
+        return make_layer(arguments, hidden=hidden, dtype=self.dtype, parent=None)
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -249,8 +248,10 @@ class ConvNeXt(nn.Module):
         if (stage, block) not in map(tuple, self.moe_blocks):
             return None
         moe = {k: v[stage] if isinstance(v, tuple | list) else v for k, v in self.moe.items()}
-        rates = linear_over_depth(moe.get('expert_dropout', 0.0), len(self._pairs))
-        return moe | {'expert_dropout': rates[self._pairs.index((stage, block))]}
+        if 'expert_dropout' in moe:
+            rates = linear_over_depth(moe['expert_dropout'], len(self._pairs))
+            moe['expert_dropout'] = rates[self._pairs.index((stage, block))]
+        return moe
 
     def _check(self, images: jax.Array) -> None:
         stages, cell = len(self.depths), self.patch_size * 2 ** (len(self.depths) - 1)

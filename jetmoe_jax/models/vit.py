@@ -18,8 +18,8 @@ from jetmoe_jax.models.layers import (
     check_images,
     linear_over_depth,
 )
+from jetmoe_jax.moe.layers import make_layer
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp, linear_init
-from jetmoe_jax.moe.spheromoe import SpheroMoE
 
 POOLS = ('token', 'avg')
 
@@ -70,9 +70,8 @@ class Block(nn.Module):
         if self.moe is None:
             y = Mlp(self.mlp_hidden, self.dropout, self.dtype, name='mlp')(y, train)
         else:
-            y = SpheroMoE(hidden=self.mlp_hidden, dtype=self.dtype, name='moe', **self.moe)(
-                y, train
-            )
+            moe = make_layer(self.moe, hidden=self.mlp_hidden, dtype=self.dtype, name='moe')
+            y = moe(y, train)
         x = x + self._residual(y, 'ls2', train)
         self.sow('intermediates', 'output', x)
         return x
@@ -98,7 +97,8 @@ class ViT(nn.Module):
       num_classes: 0 for no head: the pooled features (b d) are the output.
       dropout: rate in the dense blocks; drop_path: rate of the last block, linear over depth.
       moe_blocks: the blocks whose MLP is a MoE layer.
-      moe: the arguments of that layer (see SpheroMoE); expert dropout grows linearly over depth.
+      moe: that layer by name ('layer') and its arguments (see moe/layers.py); expert dropout grows
+        linearly over depth.
       dtype: of the computation; parameters, logits and softmaxes are float32.
     """
 
@@ -155,10 +155,10 @@ class ViT(nn.Module):
         """Paths of the blocks with a MoE layer."""
         return tuple(f'blocks_{i}' for i in self.moe_blocks)
 
-    def moe_layer(self, path: str) -> SpheroMoE:
+    def moe_layer(self, path: str) -> nn.Module:
         """The MoE layer of a block, unbound."""
         arguments = self._moe_arguments(int(path.removeprefix('blocks_')))
-        return SpheroMoE(hidden=self.mlp_hidden, dtype=self.dtype, **arguments, parent=None)
+        return make_layer(arguments, hidden=self.mlp_hidden, dtype=self.dtype, parent=None)
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -227,8 +227,9 @@ class ViT(nn.Module):
         if block not in self.moe_blocks:
             return None
         moe = dict(self.moe)
-        rates = linear_over_depth(moe.get('expert_dropout', 0.0), self.depth)
-        return moe | {'expert_dropout': rates[block]}
+        if 'expert_dropout' in moe:
+            moe['expert_dropout'] = linear_over_depth(moe['expert_dropout'], self.depth)[block]
+        return moe
 
     def _check(self, images: jax.Array) -> None:
         if self.pool not in POOLS:

@@ -123,6 +123,11 @@ class SoftMoE(nn.Module):
         """(experts, hidden width) of the one path, by the name of its module."""
         return {'experts': (self.num_experts, self.hidden or 4 * d)}
 
+    def multiply_adds(self, n: int, d: int) -> int:
+        """Of one image of n tokens: logits, dispatch and combine, and the experts."""
+        _, h = self.path_widths(d)['experts']
+        return self.slots * (3 * n * d + 2 * d * h)
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         self._check()

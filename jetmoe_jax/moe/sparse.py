@@ -165,6 +165,12 @@ class SparseMoE(nn.Module):
         c = self.capacity or capacity_of(readings, self.num_experts, self.capacity_factor)
         return min(c, n)
 
+    def multiply_adds(self, n: int, d: int) -> int:
+        """Of one image of n tokens: router, dispatch and combine by one-hot products, and experts."""
+        e, h = self.path_widths(d)['experts']
+        shared = 2 * n * d * h if self.shared_expert else 0
+        return n * d * e + e * self.places(n) * (2 * n * d + 2 * d * h) + shared
+
     def route(self, gates: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Gates (b n e) -> dispatch and combine weights (b n e c)."""
         raise NotImplementedError

@@ -4,7 +4,7 @@ Letters: b images, n tokens, d channels, e experts (core ones first, then univer
 expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jetmoe_jax.errors import UserError, known_key
 from jetmoe_jax.moe.entmax import entmax15
 from jetmoe_jax.moe.experts import Experts
+from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
 
 
@@ -95,8 +96,9 @@ class SpheroMoE(nn.Module):
       expert_dropout: rate at which whole experts are dropped in training.
       expert_dropout_mode: 'expert', a draw for each image and expert, or 'sample', one an image.
       dropout: dropout rate inside the experts.
+      z_weight: weight of the router z-loss.
 
-    Random keys in training: 'noise' and 'dropout'.
+    Random keys in training: 'noise' and 'dropout'. Sows 'losses' and 'metrics' (moe/metrics.py).
     """
 
     core_experts: int
@@ -112,6 +114,7 @@ class SpheroMoE(nn.Module):
     expert_dropout: float = 0.0
     expert_dropout_mode: str = 'sample'
     dropout: float = 0.0
+    z_weight: float = 0.0
     dtype: Dtype = jnp.float32
 
     def path_widths(self, d: int) -> dict[str, tuple[int, int]]:
@@ -122,6 +125,11 @@ class SpheroMoE(nn.Module):
             'universal_experts': (self.universal_experts, round(hidden * self.universal_factor)),
         }
         return {name: path for name, path in paths.items() if path[0]}
+
+    def multiply_adds(self, n: int, d: int) -> int:
+        """Of one image of n tokens: logits, dispatch and combine, and the experts."""
+        s = self.slots_per_expert
+        return sum(e * s * (3 * n * d + 2 * d * h) for e, h in self.path_widths(d).values())
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -146,6 +154,8 @@ class SpheroMoE(nn.Module):
             noise = jax.random.normal(self.make_rng('noise'), L.shape) / e
         D = jax.nn.softmax(L / T[0] + noise, axis=1)
         C = COMBINE[self.combine](L / T[1] + noise)
+        sow_losses(self, {'z_loss': (self.z_weight, router_z_loss(L / T[1]))})
+        sow_metrics(self, routing_metrics(D, C) | path_shares(C, paths) | temperatures(T))
 
         D, C = D.astype(self.dtype), C.astype(self.dtype)
         slots = jnp.einsum('bnd,bnes->besd', x, D)
@@ -178,6 +188,21 @@ class SpheroMoE(nn.Module):
             )
         if self.core_experts + self.universal_experts == 0:
             raise UserError('core_experts and universal_experts are both 0; give one a count.')
+
+
+def path_shares(C: jax.Array, paths: Mapping[str, tuple[int, int]]) -> dict[str, jax.Array]:
+    """The share of the combine weights C (b n e s) that each path of experts gets."""
+    shares, first = {}, 0
+    for name, (count, _) in paths.items():
+        share = jnp.mean(jnp.sum(C[:, :, first : first + count], axis=(2, 3)))
+        shares[f'{name}_share'] = jax.lax.stop_gradient(share)
+        first += count
+    return shares
+
+
+def temperatures(T: jax.Array) -> dict[str, jax.Array]:
+    """The two temperatures by name."""
+    return {'dispatch_temperature': T[0], 'combine_temperature': T[1]}
 
 
 def _orthogonal_rows(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:

@@ -85,7 +85,7 @@ def recycle(
     shapes = param_shapes(successor)
     params, fresh = {}, []
     for path, leaf in shapes.items():
-        if '/moe/' in path and '_experts/' in path:
+        if '/moe/' in path and 'experts/' in path:
             continue
         if '/moe/' in path or path.startswith('head/'):
             fresh.append(path)

@@ -14,7 +14,7 @@ from jetmoe_jax.errors import UserError
 # (pattern of a path, spec); the first that is found anywhere in the path holds. The optimiser's
 # moments lie under the same paths, so that they are placed like the parameters.
 RULES = [
-    (r'(core|universal)_experts/', P('expert')),
+    (r'(^|_|/)experts/', P('expert')),
     (r'', P()),
 ]
 

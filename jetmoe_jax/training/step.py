@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from jetmoe_jax.data.mixing import mixup_cutmix, normalise, random_erase
+from jetmoe_jax.models.parameters import flatten
 from jetmoe_jax.training.sharding import BATCH, on_mesh, tree_shardings
 from jetmoe_jax.training.state import TrainState
 
@@ -30,15 +31,24 @@ def make_train_step(
     """step(state, {'image': uint8 (b height width 3), 'label': int32 (b,)}) -> (state, metrics).
 
     Augmentation on the device, loss, gradients and AdamW in one compiled function. Its random
-    numbers are a function of (state.rng, state.step) alone. The old state's memory is reused.
+    numbers are a function of (state.rng, state.step) alone. The old state's memory is reused. The
+    metrics are 'loss' (without the auxiliary losses that the gradient has), 'grad_norm', 'lr', and
+    those of every router by its path ('blocks_6/moe/combine_entropy').
 
     Args:
       state: of the shapes and shardings that the step will be called with.
     """
 
-    def loss_fn(params: Any, images: jax.Array, labels: jax.Array, rngs: dict) -> jax.Array:
-        logits = model.apply({'params': params}, images, True, rngs=rngs)
-        return optax.softmax_cross_entropy(logits, labels).mean()
+    def loss_fn(
+        params: Any, images: jax.Array, labels: jax.Array, rngs: dict[str, jax.Array]
+    ) -> tuple[jax.Array, Metrics]:
+        logits, sown = model.apply(
+            {'params': params}, images, True, rngs=rngs, mutable=['losses', 'metrics']
+        )
+        loss = optax.softmax_cross_entropy(logits, labels).mean()
+        auxiliary = sum(jax.tree.leaves(sown.get('losses', {})), start=jnp.zeros(()))
+        routers = {path: value for path, (value,) in flatten(sown.get('metrics', {})).items()}
+        return loss + auxiliary, {'loss': loss} | routers
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
         rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
@@ -51,17 +61,14 @@ def make_train_step(
         images, labels = mixup_cutmix(mix_rng, images, labels, config.mixup, config.cutmix)
 
         rngs = {'dropout': dropout_rng, 'noise': noise_rng}
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, images, labels, rngs)
+        gradient = jax.grad(loss_fn, has_aux=True)
+        grads, metrics = gradient(state.params, images, labels, rngs)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if ema is not None:
             ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
-        metrics = {
-            'loss': loss,
-            'grad_norm': optax.tree.norm(grads),
-            'lr': schedule(state.step),
-        }
+        metrics |= {'grad_norm': optax.tree.norm(grads), 'lr': schedule(state.step)}
         state = state.replace(step=state.step + 1, params=params, ema=ema, opt_state=opt_state)
         return state, metrics
 
