@@ -8,6 +8,7 @@ import flax.linen as nn
 import numpy as np
 
 from jetmoe_jax.checkpoints import convnext, names
+from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.convnext import ConvNeXt
 from jetmoe_jax.models.parameters import FlatParams
 
@@ -35,10 +36,19 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def state_dict(model: nn.Module, params: FlatParams) -> dict[str, np.ndarray]:
-    """Flat parameters -> a state dict with timm's and MoE Jetpack's names and layouts."""
+    """Flat parameters -> a state dict with timm's and MoE Jetpack's names and layouts.
+
+    Raises:
+      UserError: a parameter has no name there, as those of the baseline MoE layers.
+    """
     to_tensors = layout_of(model).to_tensors
     tensors: dict[str, np.ndarray] = {}
     for path, value in params.items():
-        tensors |= to_tensors(path, np.asarray(value))
+        try:
+            tensors |= to_tensors(path, np.asarray(value))
+        except KeyError as error:
+            raise UserError(
+                f"{path} has no name in timm's or MoE Jetpack's files; write a folder instead."
+            ) from error
     # np.ascontiguousarray would give the scalars among them an axis.
     return {name: np.require(value, requirements='C') for name, value in tensors.items()}

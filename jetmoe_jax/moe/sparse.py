@@ -166,7 +166,7 @@ class SparseMoE(nn.Module):
         return min(c, n)
 
     def multiply_adds(self, n: int, d: int) -> int:
-        """Of one image of n tokens: router, dispatch and combine by one-hot products, and experts."""
+        """Of one image of n tokens: router, one-hot dispatch and combine, and the experts."""
         e, h = self.path_widths(d)['experts']
         shared = 2 * n * d * h if self.shared_expert else 0
         return n * d * e + e * self.places(n) * (2 * n * d + 2 * d * h) + shared
