@@ -25,6 +25,9 @@ def run(main: Callable[[Sequence[str]], Any], required: Sequence[str] = ()) -> N
         except UserError as error:
             print(f'error: {error}', file=sys.stderr)
             return 1
+        except OSError as error:  # a disk that is full, a folder that may not be written
+            print(f'error: {error}', file=sys.stderr)
+            return 1
         except KeyboardInterrupt:
             print('stopped.', file=sys.stderr)
             return 130
@@ -42,10 +45,16 @@ def run(main: Callable[[Sequence[str]], Any], required: Sequence[str] = ()) -> N
 
 def define_checkpoint_flags() -> None:
     """Flags of the commands that read a checkpoint: what its shapes cannot tell, and which one."""
-    flags.DEFINE_integer('num_heads', None, "Attention heads; width / 64 if the file doesn't say.")
+    flags.DEFINE_integer(
+        'num_heads', None, "Attention heads; width / 64 if the file doesn't say.", lower_bound=1
+    )
     flags.DEFINE_enum('pool', None, POOLS, "Pooling; by the final norm's name if it isn't given.")
-    flags.DEFINE_integer('image_size', None, "Pixels; those of the file's position grid otherwise.")
-    flags.DEFINE_integer('num_classes', None, "Another count than the file's makes a fresh head.")
+    flags.DEFINE_integer(
+        'image_size', None, "Pixels; those of the file's position grid otherwise.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        'num_classes', None, "Another count than the file's makes a fresh head.", lower_bound=0
+    )
     flags.DEFINE_enum('combine', None, list(COMBINE), "V-JetMoE's combine function; entmax15.")
     flags.DEFINE_string('revision', None, "Of a timm model's repository on the hub.")
     flags.DEFINE_bool('allow_nonfinite', False, 'Take NaN and infinite weights.')
@@ -58,7 +67,7 @@ def checkpoint_flags() -> dict[str, Any]:
     values = {name: flags.FLAGS[name].value for name in names}
     if flags.FLAGS['combine'].value:
         values['moe'] = {'combine': flags.FLAGS['combine'].value}
-    return {name: value for name, value in values.items() if value not in (None, False)}
+    return {k: v for k, v in values.items() if v is not None and v is not False}
 
 
 def no_arguments(argv: Sequence[str]) -> None:
@@ -69,7 +78,10 @@ def no_arguments(argv: Sequence[str]) -> None:
 
 def _parse(argv: Sequence[str], required: Sequence[str]) -> list[str]:
     try:
-        rest = flags.FLAGS(argv)
+        try:
+            rest = flags.FLAGS(argv)
+        except SystemExit:  # --help has printed what it had to
+            raise SystemExit(0) from None
         for name in required:
             if flags.FLAGS[name].value is None:
                 raise UserError(f'--{name} is missing; see --help.')
@@ -96,4 +108,5 @@ def _unknown_key(message: str) -> str:
     """ml_collections' complaint about a key, which spans lines, as one sentence of ours."""
     if match := re.search(r'Did you mean "(.+)" instead of "(.+)"', message):
         return f'config key {match[2]!r} does not exist; the nearest known one is {match[1]!r}.'
-    return f'config key {" ".join(message.split())} does not exist.'
+    key = ' '.join(message.split()).strip('"\'')
+    return f'config key {key!r} does not exist in this recipe.'

@@ -8,6 +8,7 @@ INPUT is a workdir, a .safetensors, .pth, .bin or .npz file, or a timm name on t
 """
 
 import time
+from pathlib import Path
 
 import numpy as np
 from absl import flags
@@ -26,6 +27,7 @@ _DTYPE = flags.DEFINE_enum(
 )
 _LIST = flags.DEFINE_bool('list', False, 'Print the models by name, with what they cost.')
 commands.define_checkpoint_flags()
+flags.adopt_module_key_flags(commands)  # for --help
 
 
 def main(argv: list[str]) -> None:
@@ -38,9 +40,16 @@ def main(argv: list[str]) -> None:
         raise UserError(f'{len(argv) - 1} inputs are given; name one workdir, file or timm model.')
     if not _OUTPUT.value:
         raise UserError('--output is missing; name a .safetensors file or a folder.')
+    to_file = _OUTPUT.value.endswith('.safetensors')
+    if not to_file and Path(_OUTPUT.value).suffix in ('.npz', '.pth', '.pt', '.bin'):
+        raise UserError(
+            f'--output={_OUTPUT.value}: only .safetensors files and folders are written.'
+        )
+    if not to_file and _DTYPE.value != 'float32':
+        raise UserError('--dtype is for .safetensors files; a folder holds float32.')
     checkpoint = open_checkpoint(argv[1], **commands.checkpoint_flags())
     print(checkpoint.report.table())
-    if _OUTPUT.value.endswith('.safetensors'):
+    if to_file:
         save_checkpoint(_OUTPUT.value, checkpoint, np.dtype(_DTYPE.value))
     else:
         save_workdir(_OUTPUT.value, checkpoint)

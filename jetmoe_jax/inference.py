@@ -62,7 +62,13 @@ def predict_inputs(
         batches(), 'predicting', total, unit='batch', leave=False, disable=None
     ):
         logits.append(np.asarray(apply(jnp.asarray(images)))[:count])
-    return paths, np.concatenate(logits)
+    logits = np.concatenate(logits)
+    if not np.isfinite(logits).all():
+        first = paths[int(np.argmin(np.isfinite(logits).all(axis=1)))]
+        raise UserError(
+            f'the logits of {first} are not finite; look at that input and the weights.'
+        )
+    return paths, logits
 
 
 def _to_image(image: np.ndarray | str, checkpoint: Checkpoint) -> np.ndarray:
@@ -82,6 +88,8 @@ def _read_array(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
         images = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f'{path} cannot be read as an array: {error}.') from error
+    if not isinstance(images, np.ndarray):
+        raise UserError(f'{path} holds several arrays; save one as a .npy.')
     if images.ndim != 4 or images.shape[1:] != shape or images.dtype != np.float32:
         raise UserError(
             f'{path} holds {images.dtype} {images.shape}, the model takes float32 (images, '

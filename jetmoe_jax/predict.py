@@ -13,6 +13,7 @@ from absl import flags
 
 from jetmoe_jax import commands
 from jetmoe_jax.checkpoints.workdir import open_checkpoint
+from jetmoe_jax.errors import UserError
 from jetmoe_jax.inference import predict_inputs
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -22,23 +23,38 @@ _TOP = flags.DEFINE_integer('top', 5, 'How many classes to print for each image.
 _LOGITS = flags.DEFINE_string('logits', None, 'A .npz to write `paths` and `logits` to.')
 _BATCH = flags.DEFINE_integer('batch_size', 32, 'Images at once.', lower_bound=1)
 commands.define_checkpoint_flags()
+flags.adopt_module_key_flags(commands)  # for --help
 
 
 def main(argv: list[str]) -> None:
     """Runs the command."""
     began = time.monotonic()
+    output = _LOGITS.value and Path(_LOGITS.value).with_suffix('.npz')
+    if output and output.is_dir():
+        raise UserError(f'--logits={output} is a folder; name a .npz file.')
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(_CHECKPOINT.value, **commands.checkpoint_flags())
+    print(checkpoint.report.table())
+    classes = checkpoint.model.num_classes
+    if checkpoint.report.fresh:
+        raise UserError(f'the head for {classes} classes is not trained; train it, or leave it.')
+    if not (classes or output):
+        raise UserError(
+            f'{_CHECKPOINT.value} has no head to predict classes with; fine-tune it, or give '
+            '--logits=FILE.npz for the pooled features.'
+        )
     paths, logits = predict_inputs(checkpoint, argv[1:], batch_size=_BATCH.value)
-    names = checkpoint.class_names or [f'class {i}' for i in range(logits.shape[1])]
-    for path, row in zip(paths, logits, strict=True):
+    names = checkpoint.class_names or [f'class {i}' for i in range(classes)]
+    for path, row in zip(paths, logits if classes else [], strict=bool(classes)):
         p = np.exp(row - row.max())
         p /= p.sum()
         best = np.argsort(-p, kind='stable')[: _TOP.value]
         print(f'{path}  ' + '  '.join(f'{names[i]} {p[i]:.1%}' for i in best))
-    if _LOGITS.value:
-        Path(_LOGITS.value).parent.mkdir(parents=True, exist_ok=True)
-        np.savez(_LOGITS.value, paths=np.array(paths), logits=logits)
-        print(f'wrote {_LOGITS.value}: {logits.shape[0]} x {logits.shape[1]} logits')
+    if output:
+        np.savez(output, paths=np.array(paths), logits=logits)
+        kind = 'logits' if classes else 'pooled features (there is no head)'
+        print(f'wrote {output}: {logits.shape[0]} x {logits.shape[1]} {kind}')
     print(f'{len(paths)} images with {checkpoint.report.source} ({time.monotonic() - began:.1f} s)')
 
 

@@ -69,6 +69,11 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
                 f'{source} is not a ViT in timm names: it has no tensor {name} '
                 f'(its first is {next(iter(tensors), "absent")}).'
             )
+    if len(shape['patch_embed.proj.weight']) != 4:
+        raise UserError(
+            f'{source}: patch_embed.proj.weight has shape {shape["patch_embed.proj.weight"]}, '
+            'expected (width, 3, patch, patch).'
+        )
     width, _, patch_size, _ = shape['patch_embed.proj.weight']
     depth = 1 + max(int(m[1]) for name in shape if (m := re.match(r'blocks\.(\d+)\.', name)))
     moe_blocks = tuple(i for i in range(depth) if f'blocks.{i}.mlp.phi' in shape)
@@ -78,6 +83,7 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
         hidden = next(
             (v[1] for n, v in shape.items() if n.endswith('core_experts.vit_fc1.weight')), 0
         )
+    hidden = hidden or round(given.get('mlp_ratio', 0) * width)
     if not hidden:
         raise UserError(f'{source} has no tensor blocks.0.mlp.fc1.weight, and no core experts.')
 
@@ -95,7 +101,7 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
         qk_norm='blocks.0.attn.q_norm.weight' in shape,
         pre_norm='norm_pre.weight' in shape,
         moe_blocks=moe_blocks,
-        moe=_infer_moe(shape, moe_blocks[0]) if moe_blocks else None,
+        moe=_infer_moe(shape, moe_blocks[0], hidden) if moe_blocks else None,
     )
     if not attributes['class_token']:
         attributes['pool'] = 'avg'
@@ -116,7 +122,9 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
             f'{source}: pos_embed has {rows} rows, which is no square grid; give the image_size.'
         )
     attributes['no_embed_class'] = prefix > 0 and rows == patches
-    if 'moe' in given and attributes['moe'] is not None:
+    if 'moe' in given:
+        if attributes['moe'] is None:
+            raise UserError(f'{source} has no MoE layer; leave --combine out.')
         given['moe'] = attributes['moe'] | dict(given['moe'])
     return ViT(**(attributes | given))
 
@@ -133,14 +141,14 @@ def _heads(shape: Mapping[str, tuple[int, ...]], width: int, source: str) -> int
     return width // HEAD_WIDTH
 
 
-def _infer_moe(shape: Mapping[str, tuple[int, ...]], block: int) -> dict[str, Any]:
+def _infer_moe(shape: Mapping[str, tuple[int, ...]], block: int, hidden: int) -> dict[str, Any]:
     prefix = f'blocks.{block}.mlp.'
     core = shape.get(prefix + 'core_experts.vit_fc1.weight', (0, 0, 0))
     universal = shape.get(prefix + 'univ_experts.vit_fc1.weight', (0, 0, 0))
     return dict(
         core_experts=core[0],
         universal_experts=universal[0],
-        universal_factor=universal[1] / core[1] if core[1] and universal[1] else 0.25,
+        universal_factor=universal[1] / hidden if universal[1] else 0.25,
         slots_per_expert=shape[prefix + 'phi'][1],
         query_norm=prefix + 'slot_norm.weight' in shape,
         projections=prefix + 'phi_key_proj.gamma' in shape,

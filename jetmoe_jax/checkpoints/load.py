@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jetmoe_jax.checkpoints.architecture import HEAD_WIDTH, infer_model
@@ -20,7 +21,8 @@ from jetmoe_jax.moe.spheromoe import SpheroMoE
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 _PREPROCESSING = ('mean', 'std', 'crop_fraction', 'class_names')
-_UNTOLD = ('num_heads', 'pool')  # what shapes cannot tell of a model
+# What shapes cannot tell of a model, or not in every case.
+_UNTOLD = ('num_heads', 'pool', 'image_size', 'no_embed_class', 'mlp_ratio')
 
 
 @dataclass
@@ -98,8 +100,10 @@ def load_checkpoint(
     model = infer_model(state.tensors, state.path, **given)
     if num_classes is not None and num_classes != model.num_classes:
         model = model.clone(num_classes=num_classes)
+    if 'class_names' in preprocessing and len(preprocessing['class_names']) != model.num_classes:
+        del preprocessing['class_names']
     params, report = fit(model, state, allow_nonfinite=allow_nonfinite, seed=seed)
-    if isinstance(model, ViT) and 'num_heads' not in given:
+    if isinstance(model, ViT) and 'num_heads' not in given and not model.qk_norm:
         report.assumed.append(f'num_heads {model.num_heads}: heads {HEAD_WIDTH} wide, as is usual')
     return Checkpoint(model, params, report, **preprocessing)
 
@@ -136,6 +140,10 @@ def fit(
                     f'{state.path}: tensor {name} has shape {value.shape}, the model expects '
                     f'{shape}; check --num_heads, --image_size and the file.'
                 )
+            if not jnp.issubdtype(value.dtype, jnp.floating):
+                raise UserError(
+                    f'{state.path}: tensor {name} is of type {value.dtype}; weights are floating.'
+                )
             if not (allow_nonfinite or np.isfinite(value).all()):
                 raise UserError(
                     f'{state.path}: tensor {name} has NaN or infinite values; take another file, '
@@ -165,8 +173,13 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint, dtype: Any = np.fl
     hints |= {name: getattr(checkpoint, name) for name in _PREPROCESSING}
     if model.moe:
         hints['moe'] = {'combine': model.moe.get('combine', SpheroMoE.combine)}
-    tensors = state_dict(model, checkpoint.params)
-    write_state_dict(path, {name: v.astype(dtype) for name, v in tensors.items()}, hints)
+    tensors = {}
+    for name, value in state_dict(model, checkpoint.params).items():
+        with np.errstate(over='ignore'):
+            tensors[name] = value.astype(dtype)
+        if np.isfinite(value).all() and not np.isfinite(tensors[name]).all():
+            raise UserError(f'tensor {name} is too large for {np.dtype(dtype)}; write float32.')
+    write_state_dict(path, tensors, hints)
 
 
 def _take(tensors: dict[str, np.ndarray], name: str, path: str, source: str) -> np.ndarray:

@@ -247,4 +247,5 @@ def _changed(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> Checkpoint:
     )
     tensors = state_dict(checkpoint.model, checkpoint.params)
     params, report = fit(model, StateDict(checkpoint.report.source, tensors), **options)
-    return replace(checkpoint, model=model, params=params, report=report)
+    names = checkpoint.class_names if len(checkpoint.class_names) == model.num_classes else ()
+    return replace(checkpoint, model=model, params=params, report=report, class_names=names)

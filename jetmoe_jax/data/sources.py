@@ -6,13 +6,13 @@ A source hands out decoded uint8 images and labels; it does not resize, augment 
 import collections
 import concurrent.futures
 import functools
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from absl import logging
 from PIL import Image, ImageOps
 
 from jetmoe_jax.errors import UserError
@@ -27,6 +27,9 @@ NORMALISATION = {
 
 _EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff')
 _VAL_FOLDERS = ('val', 'validation', 'test')
+
+
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -189,7 +192,7 @@ def check_images(paths: Sequence[str]) -> None:
 def _unreadable(path: str | os.PathLike, error: Exception) -> str:
     return (
         f'cannot read the image {path} ({error}); expected a whole JPEG, PNG or WebP file: '
-        'replace it, remove it, or skip unreadable files.'
+        'replace it, remove it, or skip such files (--config.data.skip_unreadable=true).'
     )
 
 
@@ -280,7 +283,7 @@ def _image_files(folder: pathlib.Path) -> list[str]:
         files = sorted(e.path for e in entries if e.is_file() and not e.name.startswith('.'))
     images = [path for path in files if path.lower().endswith(_EXTENSIONS)]
     if images and len(images) < len(files):
-        logging.warning(
+        logger.warning(
             '%s: %d files are no images by their names and are left out.',
             folder,
             len(files) - len(images),
@@ -300,7 +303,7 @@ def _without_unreadable(
             'replace its files, or remove the folder.'
         )
     if bad:
-        logging.warning(
+        logger.warning(
             '%s: %d of %d images are unreadable and are left out, first %s',
             folder,
             len(bad),

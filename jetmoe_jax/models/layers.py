@@ -43,7 +43,7 @@ def check_images(images: jax.Array, image_shape: tuple[int, int], cell: int) -> 
       images: (b height width 3).
       cell: pixels along a side of what becomes one token (in the last stage).
     """
-    if any(pixels % cell for pixels in image_shape):
+    if any(pixels < 1 or pixels % cell for pixels in image_shape):
         raise UserError(
             f'image size {image_shape} is not a multiple of {cell}, the pixels of a '
             'token in the last block; choose an image_size that is.'

@@ -36,14 +36,19 @@ def make_selector(
     successor: Model, donor: Model, strategy: str, statistics: Statistics | None, seed: int
 ) -> Selector:
     """The function that reduces a donor's parameter to the successor's shape."""
+    check_strategy(successor, strategy)
     if strategy == 'weight_selection':
         return weight_selection(donor, successor)
-    if not isinstance(successor, ViT):
+    sets = dense_sets(successor, donor, strategy, statistics, seed)
+    return lambda path, value, shape: select_by_sets(path, value, sets)
+
+
+def check_strategy(successor: Model, strategy: str) -> None:
+    """Refuses a strategy that the successor's family has not."""
+    if strategy != 'weight_selection' and not isinstance(successor, ViT):
         raise UserError(
             f"non_experts is {strategy!r}, which is for ViTs; a ConvNeXt takes 'weight_selection'."
         )
-    sets = dense_sets(successor, donor, strategy, statistics, seed)
-    return lambda path, value, shape: select_by_sets(path, value, sets)
 
 
 def weight_selection(donor: Model, successor: Model) -> Selector:

@@ -40,6 +40,17 @@ class Statistics:
         """(units,) of one block, named by its path."""
         return self.values[block][position][metric]
 
+    def check(self, model: Model) -> None:
+        """Refuses statistics of another model than this one."""
+        for block, (channels, neurons) in model.blocks.items():
+            for position, units in (('mlp_input', channels), ('mlp_act', neurons)):
+                found = self.values.get(block, {}).get(position, {}).get('L2')
+                if np.shape(found) != (units,):
+                    raise UserError(
+                        f'the statistics have {np.shape(found)} for {position} of {block}, the '
+                        f'predecessor has {units} units; they are of another model: collect them.'
+                    )
+
     def save(self, path: str | Path) -> None:
         """Writes one `.npz`."""
         nested = {block: dict(of_block) for block, of_block in self.values.items()}
@@ -53,7 +64,7 @@ class Statistics:
                 images = int(f['images'])
                 values = {name: f[name] for name in f.files if name != 'images'}
             return cls(unflatten_dict(values, sep=':'), images)
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise UserError(f'{path} cannot be read as saved statistics: {error}.') from error
 
 

@@ -3,6 +3,7 @@
 `recycle` is a pure function of (checkpoints, statistics, seed), on flat parameters in NumPy.
 """
 
+import operator
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -63,19 +64,12 @@ def recycle(
     Raises:
       UserError: a strategy is unknown, statistics are missing, or a model does not fit the other.
     """
-    _check_choice('strategy', strategy, STRATEGIES)
-    _check_choice('non_experts', non_experts, dense.STRATEGIES)
-    if not successor.moe_paths:
-        raise UserError('the successor has no MoE block; give it moe_blocks.')
-    for checkpoint in filter(None, (predecessor, same_size)):
-        if type(checkpoint.model) is not type(successor):
-            raise UserError(
-                f'{checkpoint.report.source} is a {type(checkpoint.model).__name__}, the successor '
-                f'a {type(successor).__name__}; recycle within one family.'
-            )
+    check_donors(successor, predecessor, same_size, strategy, non_experts)
     sampled = strategy == 'importance' or (same_size is None and non_experts == 'importance')
     if sampled and statistics is None:
         raise UserError("strategy 'importance' needs statistics of the predecessor; collect them.")
+    if sampled:
+        statistics.check(predecessor.model)
 
     donor, select = same_size, dense.whole
     if donor is None:
@@ -91,7 +85,7 @@ def recycle(
             fresh.append(path)
             continue
         source = dense.source_path(path, donor)
-        params[path] = _fit(path, select(source, donor.params[source], leaf.shape), leaf.shape)
+        params[path] = np.ascontiguousarray(select(source, donor.params[source], leaf.shape))
         record.origin[path] = f'{donor.report.source}: {source}'
     for block in successor.moe_paths:
         params |= _recycle_experts(
@@ -100,6 +94,62 @@ def recycle(
     params |= init_params(successor, _fresh_seed(seed), fresh)
     record.origin |= dict.fromkeys(fresh, 'fresh')
     return {path: params[path] for path in shapes}, record
+
+
+def check_donors(
+    successor: Model,
+    predecessor: Checkpoint,
+    same_size: Checkpoint | None = None,
+    strategy: str = 'importance',
+    non_experts: str = 'weight_selection',
+) -> None:
+    """Refuses what `recycle` would refuse, by shapes alone and so before any long work."""
+    _check_choice('strategy', strategy, STRATEGIES)
+    _check_choice('non_experts', non_experts, dense.STRATEGIES)
+    if not successor.moe_paths:
+        raise UserError('the successor has no MoE block; give it moe_blocks.')
+    for checkpoint in filter(None, (predecessor, same_size)):
+        check_family(successor, checkpoint)
+
+    donor = same_size or predecessor
+    if same_size is None:
+        dense.check_strategy(successor, non_experts)
+    for path, leaf in param_shapes(successor).items():
+        if '/moe/' in path or path.startswith('head/'):
+            continue
+        shape = donor.params[dense.source_path(path, donor)].shape
+        fits = shape == leaf.shape if same_size else all(map(operator.ge, shape, leaf.shape))
+        if not fits:
+            raise UserError(
+                f'{path}: {donor.report.source} gives {shape}, the successor has {leaf.shape}; '
+                'choose a checkpoint of the same patch and image size, of the same width as '
+                'dense_same and not narrower as the predecessor.'
+            )
+    for block in successor.moe_paths:
+        if block not in predecessor.model.blocks:
+            raise UserError(
+                f'{predecessor.report.source} has no {block}, which is a MoE block of the '
+                f'successor (it has {len(predecessor.model.blocks)} blocks); choose moe_blocks '
+                'among those.'
+            )
+        ours, theirs = successor.blocks[block], predecessor.model.blocks[block]
+        if ours[0] > theirs[0] or ours[1] > theirs[1]:
+            raise UserError(
+                f'{block} has {ours} channels and neurons in the successor, {theirs} in '
+                f'{predecessor.report.source}; choose a predecessor that is not narrower.'
+            )
+
+
+def check_family(successor: Model, checkpoint: Checkpoint) -> None:
+    """Refuses a checkpoint of another family of models, or one with MoE layers itself."""
+    source, model = checkpoint.report.source, checkpoint.model
+    if type(model) is not type(successor):
+        raise UserError(
+            f'{source} is a {type(model).__name__}, the successor a {type(successor).__name__}; '
+            'recycle within one family.'
+        )
+    if model.moe_paths:
+        raise UserError(f'{source} has MoE layers itself; recycle from a dense checkpoint.')
 
 
 def inherit(successor: Model, donor: Model, given: Collection[str] = ()) -> Model:
@@ -141,11 +191,6 @@ def _recycle_experts(
     record: Record,
 ) -> FlatParams:
     """The experts of one block; a universal expert is a core one reduced to some of its neurons."""
-    if block not in predecessor.model.blocks:
-        raise UserError(
-            f'{predecessor.report.source} has no {block}, which is a MoE block of the successor '
-            f'(it has {len(predecessor.model.blocks)} blocks); choose moe_blocks among those.'
-        )
     (d, h), (donor_d, donor_h) = successor.blocks[block], predecessor.model.blocks[block]
     paths = successor.moe_layer(block).path_widths(d)
     count = sum(e for e, _ in paths.values())
@@ -177,15 +222,6 @@ def _fresh_seed(seed: int) -> int:
     successor's head is not to be that one again.
     """
     return int(generator(seed).integers(2**31))
-
-
-def _fit(path: str, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if value.shape != shape:
-        raise UserError(
-            f'{path}: the checkpoint gives {value.shape}, the successor has {shape}; choose a '
-            'checkpoint of the same width, patch and image size, or leave the same-size one out.'
-        )
-    return np.ascontiguousarray(value)
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

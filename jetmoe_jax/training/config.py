@@ -1,5 +1,7 @@
 """What a config may hold: every key with its default; a wrong key's error names the nearest."""
 
+import functools
+import math
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -14,18 +16,38 @@ OPERATIONAL = (
     'eval_every_epochs',
     'checkpoint_every_epochs',
     'keep_checkpoints',
-    'mesh',
+    'data.workers',
+    'mesh.expert',
     'compare_random',
 )
 
-_POSITIVE = (
-    'batch_size',
-    'epochs',
-    'log_every_steps',
-    'eval_every_epochs',
-    'checkpoint_every_epochs',
-    'keep_checkpoints',
-)
+# Key -> (least, greatest) that makes sense; None: no bound. NaN and infinity never do.
+_RANGES = {
+    'seed': (0, 2**31 - 1),
+    'batch_size': (1, None),
+    'epochs': (1e-9, None),
+    'log_every_steps': (1, None),
+    'eval_every_epochs': (1e-9, None),
+    'checkpoint_every_epochs': (1e-9, None),
+    'keep_checkpoints': (1, None),
+    'label_smoothing': (0, 1),
+    'mixup': (0, None),
+    'cutmix': (0, None),
+    'random_erasing': (0, 1),
+    'ema_decay': (0, 1 - 1e-9),
+    'optimizer.lr': (0, None),
+    'optimizer.eps': (0, None),
+    'optimizer.weight_decay': (0, None),
+    'optimizer.clip_norm': (1e-9, None),
+    'optimizer.layer_decay': (1e-9, 1),
+    'optimizer.warmup_epochs': (0, None),
+    'optimizer.warmup_start': (0, 1),
+    'optimizer.final': (0, 1),
+    'data.crop_fraction': (1e-9, 1),
+    'data.workers': (0, None),
+    'recycle.calibration_images': (1, None),
+    'mesh.expert': (1, None),
+}
 
 
 def default_config() -> ConfigDict:
@@ -128,11 +150,16 @@ def check_config(config: ConfigDict) -> None:
         raise UserError('config.data.name is empty; give a folder of train/CLASS/*, val/CLASS/*.')
     if config.dtype not in ('float32', 'bfloat16'):
         raise UserError(f'config.dtype is {config.dtype!r}; use float32 or bfloat16.')
-    if not 0 <= config.ema_decay < 1:
-        raise UserError(f'config.ema_decay is {config.ema_decay}; give 0 (none) to below 1.')
-    for key in _POSITIVE:
-        if config[key] <= 0:
-            raise UserError(f'config.{key} is {config[key]}; give a number above 0.')
+    for key, (least, greatest) in _RANGES.items():
+        value = functools.reduce(lambda node, name: node[name], key.split('.'), config)
+        if not (math.isfinite(value) and least <= value <= (greatest or math.inf)):
+            above = f'up to {greatest:g}' if greatest else 'and finite'
+            raise UserError(f'config.{key} is {value}; give a number from {least:g} {above}.')
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f'config.optimizer.betas is {betas}; give two numbers from 0 to below 1.')
+    if config.compare_random and config.init == 'random':
+        raise UserError('config.compare_random compares with random weights; choose another init.')
 
 
 def _check_keys(config: ConfigDict, known: ConfigDict, prefix: str) -> None:

@@ -20,7 +20,7 @@ from jetmoe_jax.models.parameters import FlatParams, init_params, unflatten
 from jetmoe_jax.models.registry import Model, create_model
 from jetmoe_jax.recycling.selection import generator
 from jetmoe_jax.recycling.statistics import Statistics, collect_statistics
-from jetmoe_jax.recycling.strategies import inherit, recycle
+from jetmoe_jax.recycling.strategies import check_donors, check_family, inherit, recycle
 
 CALIBRATION_BATCH = 64
 
@@ -57,10 +57,15 @@ def prepare(config: ConfigDict, source: Source, workdir: Path) -> Start:
     mean, std = (donor.mean, donor.std) if donor else normalisation(config.data.name)
     reports = [dense.report for dense in (predecessor, same_size) if dense]
     model = create_model(config.model, **overrides)
+    for checkpoint in filter(None, (predecessor, same_size)):
+        check_family(model, checkpoint)
     if donor:
         model = inherit(model, donor.model, given=overrides)
     if config.init == 'random':
         return Start(model, mean, std, reports, partial(init_params, model, config.seed))
+    check_donors(model, predecessor, same_size, config.recycle.strategy, config.recycle.non_experts)
+    if config.recycle.statistics:
+        Statistics.load(config.recycle.statistics).check(predecessor.model)
     make_params = partial(_recycle, config, source, workdir, model, predecessor, same_size)
     return Start(model, mean, std, reports, make_params)
 
@@ -84,7 +89,6 @@ def _recycle(
             crop_fraction=config.data.crop_fraction,
             seed=config.seed,
         )
-        statistics.save(workdir / 'statistics.npz')
     params, record = recycle(
         model,
         predecessor,
@@ -95,6 +99,8 @@ def _recycle(
         seed=config.seed,
     )
     record.save(workdir / 'recycling')
+    if statistics:
+        statistics.save(workdir / 'statistics.npz')
     return params
 
 

@@ -1,15 +1,19 @@
 """One training run, from top to bottom: data, model, state, restore, loop, evaluate."""
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from clu import parameter_overview
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from jetmoe_jax.analysis.cost import model_cost
@@ -48,6 +52,8 @@ logger = logging.getLogger(__name__)
 def train(config: ConfigDict, workdir: str | Path) -> Metrics:
     """Trains what the config says, going on from the workdir's newest checkpoint if it has one.
 
+    Whatever ends it, what is being written is finished first, and workers and files are closed.
+
     Returns:
       the last evaluation: 'loss', 'top1', 'top5' on the validation images.
 
@@ -55,7 +61,11 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
       UserError: something in the config, the data, a checkpoint or the workdir is wrong; nothing
         that was in the workdir is changed then.
     """
-    workdir = Path(workdir)
+    with contextlib.ExitStack() as opened:
+        return _train(config, Path(workdir), opened)
+
+
+def _train(config: ConfigDict, workdir: Path, opened: contextlib.ExitStack) -> Metrics:
     check_config(config)
     check_augment(config.data.augment)
     mesh = make_mesh(config.mesh.expert)
@@ -81,6 +91,7 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
         seed=config.seed,
         workers=config.data.workers,
     )
+    opened.callback(batches.close)
     validation = partial(
         eval_batches,
         val_source,
@@ -103,6 +114,7 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
     schedule = make_schedule(config.optimizer, steps, steps_per_epoch)
     optimizer = make_optimizer(config.optimizer, schedule, model.blocks)
     store = CheckpointStore(workdir, keep=config.keep_checkpoints)
+    opened.callback(store.close)
     restored = store.latest_step()
     if restored is not None:
         _check_same_run(workdir, store.meta(restored), meta)
@@ -137,6 +149,7 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
     eval_step = make_eval_step(model, start.mean, start.std, mesh)
     first = restored or 0
     log = RunLog(workdir, keep_until=restored)
+    opened.callback(log.close)
     rate = Rate(first, steps, config.batch_size)
 
     def validate() -> Metrics:
@@ -156,22 +169,26 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
         records = {'meta': meta, 'data': batches.get_state()}
         store.save(step, to_items(state), records, result)
 
+    def check_finite(step: int, metrics: Mapping[str, Any], ids: np.ndarray) -> None:
+        if not all(math.isfinite(metrics[k]) for k in ('loss', 'grad_norm', 'update_norm')):
+            raise UserError(_not_finite(step, metrics, ids, train_source, store))
+
+    previous = None
     if restored is None:
         save(0, validate_and_log(0))
     for step in range(first + 1, steps + 1):
         batch = next(batches)
         ids = batch.pop('index')
         state, metrics = train_step(state, shard_batch(batch, mesh))
+        if previous is not None:  # a step late, so that the device has work meanwhile
+            check_finite(step - 1, *previous)
+        previous = (metrics, ids)
         logs = step % config.log_every_steps == 0 or step in (1, steps)
         saves = step % save_every == 0 or step == steps
         evaluates = step % eval_every == 0 or step == steps
-        if (
-            logs or saves
-        ):  # what is saved is good: loss and gradients, and so the parameters, finite
+        if logs or saves:  # what is saved is good
             metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
-            if not all(math.isfinite(metrics[k]) for k in ('loss', 'grad_norm')):
-                store.close()
-                raise UserError(_not_finite(step, metrics, ids, train_source, store))
+            check_finite(step, metrics, ids)
         if logs:
             images_per_second, left = rate(step)
             log.write(step, metrics | {'images_per_second': images_per_second})
@@ -185,9 +202,6 @@ def train(config: ConfigDict, workdir: str | Path) -> Metrics:
             save(step, result)
     if first == steps:  # the run had been finished before
         result = validate()
-    store.close()
-    log.close()
-    batches.close()
     return result
 
 
@@ -197,6 +211,7 @@ def evaluate_workdir(config: ConfigDict, workdir: str | Path) -> Metrics:
     Raises:
       UserError: the workdir has no checkpoint, or it belongs to other classes.
     """
+    check_config(config)
     mesh = make_mesh(config.mesh.expert)
     check_batch(config.batch_size, mesh)
     saved = load_workdir(workdir, ema=config.ema_decay > 0, dtype=jnp.dtype(config.dtype))
@@ -210,6 +225,7 @@ def evaluate_workdir(config: ConfigDict, workdir: str | Path) -> Metrics:
         eval_transform, image_size=saved.model.image_shape, crop_fraction=saved.crop_fraction
     )
     batches = eval_batches(source, transform, batch_size=config.batch_size)
+    check_experts(saved.params, mesh)
     params = unflatten(saved.params)
     params = jax.device_put(params, tree_shardings(params, mesh))
     step = make_eval_step(saved.model, saved.mean, saved.std, mesh)
@@ -243,8 +259,9 @@ def _check_same_run(workdir: Path, stored: dict[str, Any], meta: dict[str, Any])
             'and choose another --workdir.'
         )
     check_same_model(workdir, stored['model'], meta['model'])
-    for key, value in meta['config'].items():
-        before = stored['config'].get(key)
+    before_of = flatten_dict(stored['config'], keep_empty_nodes=True, sep='.')
+    for key, value in flatten_dict(meta['config'], keep_empty_nodes=True, sep='.').items():
+        before = before_of.get(key)
         if key not in OPERATIONAL and before != value:
             raise UserError(
                 f'{workdir} holds a run with config.{key} = {before}, this one has {value}; '
@@ -255,7 +272,8 @@ def _check_same_run(workdir: Path, stored: dict[str, Any], meta: dict[str, Any])
 def _not_finite(step: int, metrics: Metrics, ids: Any, source: Any, store: CheckpointStore) -> str:
     names = ', '.join(source[int(i)]['id'] for i in ids[:8])
     return (
-        f'the loss is {metrics["loss"]} at step {step} (gradient norm {metrics["grad_norm"]}); the '
+        f'the loss is {float(metrics["loss"])} at step {step} (gradient norm '
+        f'{float(metrics["grad_norm"])}, update norm {float(metrics["update_norm"])}); the '
         f"batch's images begin with {names}; the last good checkpoint is step "
         f'{store.latest_step()} in {store.folder}; lower the learning rate or look at those images.'
     )

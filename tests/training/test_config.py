@@ -77,8 +77,11 @@ def with_change(key, value):
         ('dense', '', "give a dense checkpoint's path, or init=random"),
         ('data.name', '', 'config.data.name is empty'),
         ('dtype', 'float16', "config.dtype is 'float16'; use float32 or bfloat16."),
-        ('batch_size', 0, 'config.batch_size is 0; give a number above 0.'),
-        ('epochs', -1.0, 'config.epochs is -1.0'),
+        ('batch_size', 0, 'config.batch_size is 0; give a number from 1 and finite.'),
+        ('epochs', -1.0, 'config.epochs is -1.0; give a number from'),
+        ('optimizer.lr', float('nan'), 'config.optimizer.lr is nan'),
+        ('label_smoothing', 7.0, 'config.label_smoothing is 7.0; give a number from 0 up to 1.'),
+        ('optimizer.betas', (0.9, 3.0), 'config.optimizer.betas is (0.9, 3.0)'),
     ],
 )
 def test_wrong_keys_and_values_are_named(key, value, message):

@@ -133,7 +133,7 @@ def files(workdir):
     [
         ({'model_overrides.width': 24}, 'holds a checkpoint of another model: its width is 12'),
         ({'model_overrides.widht': 24}, "'widht' does not exist; the nearest known one is 'width'"),
-        ({'optimizer.lr': 0.5}, 'holds a run with config.optimizer = '),
+        ({'optimizer.lr': 0.5}, 'holds a run with config.optimizer.lr = 0.002, this one has 0.5'),
         ({'data.augment': 'flip'}, "augment is 'flip'"),
         ({'data.name': 'no/such/folder'}, 'there is no data set or folder no/such/folder'),
         ({'batch_size': 9999 * 8}, 'has only 1437 training images'),
