@@ -1,5 +1,6 @@
 """A state dict -> a model and its parameters, strictly, with a report of where each tensor went."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jetmoe_jax.checkpoints.layout import layout_of, state_dict
 from jetmoe_jax.checkpoints.resample import resample_pos_embed
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.convnext import ConvNeXt
+from jetmoe_jax.models.layers import as_pair
 from jetmoe_jax.models.parameters import FlatParams, init_params, param_shapes
 from jetmoe_jax.models.registry import Model
 from jetmoe_jax.models.vit import ViT
@@ -132,7 +134,7 @@ def fit(
             report.adapted[names[0]] = f"the class token's, used as our {path}"
         values = [_take(tensors, name, path, state.path) for name in names]
         if path == 'pos_embed':
-            values = [_resample(model, values[0], report)]
+            values = [_resample(model, values[0], state, report)]
         expected = layout.tensor_shapes(path, leaf.shape).values()
         for name, value, shape in zip(names, values, expected, strict=True):
             if value.shape != shape:
@@ -199,12 +201,17 @@ def _own(value: np.ndarray) -> np.ndarray:
     return copy
 
 
-def _resample(model: ViT, pos_embed: np.ndarray, report: LoadReport) -> np.ndarray:
+def _resample(
+    model: ViT, pos_embed: np.ndarray, state: StateDict, report: LoadReport
+) -> np.ndarray:
+    """The position embedding on the model's grid; the file's is the one it tells, or a square."""
     prefix = 0 if model.no_embed_class else model.prefix_tokens
-    rows = pos_embed.shape[1] - prefix
-    side = round(rows**0.5)
-    if side * side == rows and (side, side) != model.grid:
-        height, width = model.grid
-        report.adapted['pos_embed'] = f'{side}x{side} -> {height}x{width} patches, bicubic'
-        return resample_pos_embed(pos_embed, model.grid, prefix_tokens=prefix)
-    return pos_embed
+    side = math.isqrt(max(pos_embed.shape[1] - prefix, 0))
+    grid = (side, side)
+    if 'image_size' in state.hints:
+        grid = tuple(pixels // model.patch_size for pixels in as_pair(state.hints['image_size']))
+    if grid == model.grid or math.prod(grid) + prefix != pos_embed.shape[1]:
+        return pos_embed
+    (rows, columns), (height, width) = grid, model.grid
+    report.adapted['pos_embed'] = f'{rows}x{columns} -> {height}x{width} patches, bicubic'
+    return resample_pos_embed(pos_embed, model.grid, prefix_tokens=prefix, source_grid=grid)

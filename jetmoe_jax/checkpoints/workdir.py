@@ -246,6 +246,7 @@ def _changed(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> Checkpoint:
         model_spec(checkpoint.model), **{k: v for k, v in changes.items() if k not in options}
     )
     tensors = state_dict(checkpoint.model, checkpoint.params)
-    params, report = fit(model, StateDict(checkpoint.report.source, tensors), **options)
+    hints = {'image_size': checkpoint.model.image_size}
+    params, report = fit(model, StateDict(checkpoint.report.source, tensors, hints), **options)
     names = checkpoint.class_names if len(checkpoint.class_names) == model.num_classes else ()
     return replace(checkpoint, model=model, params=params, report=report, class_names=names)

@@ -258,7 +258,7 @@ def test_what_is_saved_is_loaded_again_with_its_hints(tmp_path, state, load):
         mean=(0.25, 0.5, 0.75),
         std=(0.5, 0.125, 1.0),
         crop_fraction=0.9,
-        class_names=('zebra', 'yak', 'ñandú'),
+        class_names=('zebra', 'yak', 'ñandú', *'abcdefg'),  # a name for each of 10 classes
     )
     save_checkpoint(path, first)
 

@@ -211,6 +211,18 @@ def test_a_same_size_checkpoint_gives_all_that_is_no_expert(teacher, statistics)
     np.testing.assert_array_equal(kernel[1], teacher.params['blocks_10/mlp/fc1/kernel'])
 
 
+def test_statistics_of_another_model_are_refused(teacher, statistics):
+    blocks = {k: v for k, v in statistics.values.items() if k != 'blocks_11'}
+    with pytest.raises(UserError, match='mlp_input of blocks_11, the predecessor has 24 units'):
+        recycle(student(), teacher, statistics=Statistics(blocks, 12))
+
+
+def test_a_model_with_moe_layers_is_no_donor(teacher, statistics):
+    moe = Checkpoint(student(), {}, LoadReport('moe file'))
+    with pytest.raises(UserError, match='moe file has MoE layers itself'):
+        recycle(student(), teacher, moe, statistics=statistics)
+
+
 def test_importance_picks_the_non_expert_channels_of_largest_norm(teacher, statistics):
     params, _ = recycle(
         student(), teacher, strategy='uniform', non_experts='importance', statistics=statistics
@@ -226,7 +238,10 @@ def test_importance_picks_the_non_expert_channels_of_largest_norm(teacher, stati
         (dict(strategy='best'), "strategy is 'best'; use one of uniform, importance"),
         (dict(non_experts='best'), "non_experts is 'best'; use one of weight_selection"),
         (dict(), "'importance' needs statistics"),
-        (dict(strategy='uniform', successor=student(width=48)), '48 units are asked for'),
+        (
+            dict(strategy='uniform', successor=student(width=48)),
+            'successor has .*choose a checkpoint of the same patch',
+        ),
         (
             dict(strategy='uniform', successor=student(depth=13, moe_blocks=(12,))),
             'teacher has nothing for blocks_12/.* .it has 12 blocks',

@@ -159,6 +159,16 @@ def test_mistakes_are_named_and_leave_the_workdir_alone(config, uninterrupted, c
     assert files(uninterrupted) == before
 
 
+def test_a_loss_that_is_not_finite_stops_at_once_and_names_the_step(config, tmp_path):
+    namespace = {}
+    exec(config.read_text(), namespace)
+    changed = namespace['get_config']()
+    changed.optimizer.lr = 1e30
+    changed.log_every_steps = 1000
+    with pytest.raises(UserError, match=r'at step [123] .*; the last good checkpoint is step 0 in'):
+        train(changed, tmp_path)
+
+
 @pytest.mark.parametrize(
     'arguments, message',
     [
