@@ -1,6 +1,7 @@
 """What the commands share: one clear line and exit code 1 on a user's mistake."""
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,15 +23,11 @@ def run(main: Callable[[Sequence[str]], Any], required: Sequence[str] = ()) -> N
     def guarded(argv: Sequence[str]) -> int:
         try:
             main(argv)
-        except UserError as error:
-            print(f'error: {error}', file=sys.stderr)
-            return 1
-        except OSError as error:  # a disk that is full, a folder that may not be written
-            print(f'error: {error}', file=sys.stderr)
-            return 1
+        # OSError: a disk that is full, a folder that may not be written.
+        except (UserError, OSError) as error:
+            _exit(1, f'error: {error}')
         except KeyboardInterrupt:
-            print('stopped.', file=sys.stderr)
-            return 130
+            _exit(130, 'stopped.')
         return 0
 
     messages = logging.StreamHandler(sys.stdout)
@@ -74,6 +71,14 @@ def no_arguments(argv: Sequence[str]) -> None:
     """Refuses words on the command line that are not flags."""
     if len(argv) > 1:
         raise UserError(f'{argv[1]!r} is not a flag; flags are written --name=value, see --help.')
+
+
+def _exit(code: int, message: str) -> None:
+    """Says one line and ends at once: threads of libraries would add theirs to a slow end."""
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _parse(argv: Sequence[str], required: Sequence[str]) -> list[str]:

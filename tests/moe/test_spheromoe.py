@@ -69,8 +69,8 @@ def test_output_and_gradients_agree_with_the_released_layer(reference, name):
     def loss(params, x):
         return jnp.sum(layer.apply({'params': params}, x) * fixture['cotangent'])
 
-    y = layer.apply({'params': params}, fixture['x'])
-    grad_params, grad_x = jax.grad(loss, argnums=(0, 1))(params, fixture['x'])
+    y = jax.jit(layer.apply)({'params': params}, fixture['x'])
+    grad_params, grad_x = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, fixture['x'])
 
     assert_close(y, fixture['y'], 1e-5)
     assert_close(grad_x, fixture['grad/x'], 1e-4)
@@ -86,8 +86,8 @@ def small_layer(**changes):
 
 
 def init(layer, d=6, n=7, b=2):
-    x = jax.random.normal(jax.random.key(1), (b, n, d))
-    return layer.init(jax.random.key(0), x)['params'], x
+    x = np.random.default_rng(0).normal(size=(b, n, d)).astype('f4')
+    return jax.jit(layer.init)(jax.random.key(0), x)['params'], jnp.asarray(x)
 
 
 def test_universal_experts_are_narrower_by_the_factor():
@@ -150,8 +150,9 @@ def test_dispatch_noise_has_standard_deviation_one_over_experts():
 def test_expert_dropout_drops_whole_images_or_experts_and_rescales(mode):
     layer = small_layer(expert_dropout=0.5, expert_dropout_mode=mode, noise=False)
     params, x = init(layer, b=64)
-    kept = layer.apply({'params': params}, x)
-    out = layer.apply({'params': params}, x, True, rngs={'dropout': jax.random.key(3)})
+    kept = jax.jit(layer.apply)({'params': params}, x)
+    train = jax.jit(lambda key: layer.apply({'params': params}, x, True, rngs={'dropout': key}))
+    out = train(jax.random.key(3))
     dropped = np.all(np.asarray(out) == 0, axis=(1, 2))
     if mode == 'sample':
         assert 16 < dropped.sum() < 48
@@ -165,7 +166,7 @@ def test_expert_dropout_drops_whole_images_or_experts_and_rescales(mode):
 def test_gradients_are_finite_for_zero_tokens():
     layer = small_layer(combine='entmax15')
     params, x = init(layer)
-    grad = jax.grad(lambda x: layer.apply({'params': params}, x).sum())(x * 0)
+    grad = jax.jit(jax.grad(lambda x: layer.apply({'params': params}, x).sum()))(x * 0)
     assert np.isfinite(grad).all()
 
 

@@ -92,7 +92,7 @@ def test_loss_is_the_smoothed_cross_entropy():
     batch = batches(1)[0]
     params = jax.tree.map(jnp.asarray, init_params(model, 0))
     images = (batch['image'] / 255.0 - 0.5) / 0.5
-    logits = model.apply({'params': unflatten(params)}, jnp.float32(images))
+    logits = jax.jit(model.apply)({'params': unflatten(params)}, jnp.float32(images))
     log_p = np.asarray(logits) - np.log(np.exp(logits).sum(-1, keepdims=True))
     target = np.full((16, 5), 0.3 / 5) + 0.7 * np.eye(5)[batch['label']]
     assert metrics[0]['loss'] == pytest.approx(-(target * log_p).sum(-1).mean(), rel=1e-5)
@@ -123,7 +123,7 @@ def test_evaluation_counts_the_masked_images_only():
     mask = np.float32(np.arange(16) < 11)
     sums = make_eval_step(MODEL, MEAN, STD, mesh)(params, shard_batch(batch | {'mask': mask}, mesh))
     images = jnp.float32((batch['image'] / 255.0 - 0.5) / 0.5)
-    logits = np.asarray(MODEL.apply({'params': jax.device_get(params)}, images))[:11]
+    logits = np.asarray(jax.jit(MODEL.apply)({'params': jax.device_get(params)}, images))[:11]
     order = np.argsort(-logits, axis=1)
     assert float(sums['count']) == 11
     assert float(sums['top1']) == (order[:, 0] == batch['label'][:11]).sum()
