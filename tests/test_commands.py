@@ -108,7 +108,7 @@ def test_predict_writes_paths_and_logits(predicted, images, expected):
 
 def of_images(lines, images):
     """The lines that tell an image's classes, without the report around them."""
-    return [line for line in lines if line.startswith(str(images))]
+    return [line for line in lines if line.startswith(str(images)) and '.png  ' in line]
 
 
 def test_predict_prints_the_best_classes_of_each_image_by_name(predicted, images, expected):

@@ -5,7 +5,10 @@ data iterator's state, and `meta`: the model, the preprocessing, the class names
 JSON, so that it stands on its own.
 """
 
-from collections.abc import Mapping
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +101,8 @@ class CheckpointStore:
 
     def _restore(self, step: int, **items: Any) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            with _quiet_threads():
+                return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax raises bare Exceptions for damaged arrays
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             why = first_line.partition(' See full TensorStore details')[0].rstrip(' .')
@@ -106,6 +110,20 @@ class CheckpointStore:
             f'checkpoint {self.folder / str(step)} cannot be read: {why}; '
             'delete that folder to go on from an earlier one.'
         )
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Keeps reads that outlive a failed restore from printing their own tracebacks."""
+    hooks = sys.excepthook, sys.unraisablehook
+    sys.excepthook = sys.unraisablehook = lambda *_: None
+    try:
+        yield
+    except Exception:
+        time.sleep(0.5)  # until those reads are over
+        raise
+    finally:
+        sys.excepthook, sys.unraisablehook = hooks
 
 
 def check_same_model(
