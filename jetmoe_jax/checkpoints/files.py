@@ -69,7 +69,8 @@ def write_state_dict(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + '.partial')
-    metadata = {'format': 'pt'} | ({METADATA_KEY: json.dumps(dict(hints))} if hints else {})
+    # One key only: safetensors writes several in any order, and the bytes are to be the same.
+    metadata = {METADATA_KEY: json.dumps(dict(hints))} if hints else {'format': 'pt'}
     save_file(dict(tensors), partial, metadata=metadata)
     partial.chmod(0o644)  # safetensors makes it the owner's alone
     partial.replace(path)
