@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def create_model(name: str, **overrides: Any) -> Model:
-    """A model by name; `moe` overrides are merged into the entry's own.
+    """A model by name; `moe` overrides are merged into the entry's own, unless they name a `layer`.
 
     Raises:
       UserError: the name or an override is unknown; the nearest known one is named.
@@ -73,7 +73,9 @@ def create_model(name: str, **overrides: Any) -> Model:
     family, attributes = MODELS[known_key('model', name, MODELS)]
     for key in overrides:
         known_key('model attribute', key, _attributes(FAMILIES[family]))
-    moe = dict(attributes.get('moe') or {}) | dict(overrides.pop('moe', None) or {})
+    moe = dict(overrides.pop('moe', None) or {})
+    if 'layer' not in moe:  # another layer has other arguments
+        moe = dict(attributes.get('moe') or {}) | moe
     if moe:
         overrides['moe'] = moe
     return FAMILIES[family](**(attributes | overrides))

@@ -23,7 +23,7 @@ def train_beside_random(config: ConfigDict, workdir: str | Path) -> str:
     """
     workdir = Path(workdir)
     twin = copy.deepcopy(config)
-    twin.init = 'random'
+    twin.init, twin.compare_random = 'random', False
     logger.info('Training the %s model.', config.init)
     train(config, workdir)
     logger.info('Training the same model from random weights.')

@@ -191,6 +191,18 @@ def test_importance_recycling_is_what_its_record_says(teacher, statistics):
     assert record.origin['norm/scale'] == 'teacher: norm/scale'
 
 
+@pytest.mark.parametrize('layer', ['soft', 'token_choice', 'expert_choice'])
+def test_the_experts_of_every_layer_are_recycled(teacher, statistics, layer):
+    successor = student(moe=dict(layer=layer, num_experts=4))
+    params, record = recycle(successor, teacher, statistics=statistics)
+    kernel = params['blocks_11/moe/experts/mlp/fc2/kernel']
+    channels, neurons = (x['blocks_11']['experts'] for x in (record.channels, record.neurons))
+    fc2 = teacher.params['blocks_11/mlp/fc2/kernel']
+    assert kernel.shape == (4, 24, 12)
+    for i in range(4):
+        np.testing.assert_array_equal(kernel[i], fc2[np.ix_(neurons[i], channels[i])])
+
+
 def test_recycling_is_a_function_of_its_inputs(teacher, statistics):
     a, _ = recycle(student(), teacher, statistics=statistics, seed=3)
     b, _ = recycle(student(), teacher, statistics=statistics, seed=3)
