@@ -17,7 +17,7 @@ from jetmoe_jax.training.sharding import (
     shard_batch,
     tree_shardings,
 )
-from jetmoe_jax.training.state import create_state
+from jetmoe_jax.training.state import create_state, from_items, to_items
 from jetmoe_jax.training.step import make_eval_step, make_train_step
 
 MOE = dict(core_experts=4, universal_experts=8, combine='entmax15', dropout=0.1, expert_dropout=0.2)
@@ -96,6 +96,23 @@ def test_loss_is_the_smoothed_cross_entropy():
     log_p = np.asarray(logits) - np.log(np.exp(logits).sum(-1, keepdims=True))
     target = np.full((16, 5), 0.3 / 5) + 0.7 * np.eye(5)[batch['label']]
     assert metrics[0]['loss'] == pytest.approx(-(target * log_p).sum(-1).mean(), rel=1e-5)
+
+
+def test_the_moving_average_follows_the_parameters():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = default_config()
+    config.update(ALL_OFF | dict(ema_decay=0.75))
+    schedule = lambda step: 5e-3  # noqa: E731
+    optimizer = make_optimizer(config.optimizer, schedule, MODEL.blocks)
+    state = create_state(init_params(MODEL, 0), optimizer, seed=0, mesh=mesh, ema=True)
+    step = make_train_step(MODEL, optimizer, schedule, config, MEAN, STD, mesh, state)
+    expected = jax.device_get(state.params)
+    for batch in batches(2):
+        state, _ = step(state, shard_batch(batch, mesh))
+        params = jax.device_get(state.params)
+        expected = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, expected, params)
+    ema = jax.device_get(from_items(to_items(state)).ema)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ema, expected)
 
 
 def test_training_learns_a_batch():
