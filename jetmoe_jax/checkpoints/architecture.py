@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jetmoe_jax.checkpoints.convnext import infer_convnext
+from jetmoe_jax.checkpoints.tensors import check_names
 from jetmoe_jax.errors import UserError, known_key
 from jetmoe_jax.models.convnext import ConvNeXt
 from jetmoe_jax.models.layers import as_pair
@@ -58,17 +59,9 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
     Raises:
       UserError: the state dict is not that of a ViT in a supported variant.
     """
-    for pattern, what in _UNSUPPORTED.items():
-        for name in tensors:
-            if re.search(pattern, name):
-                raise UserError(f'{source} has {what} (tensor {name}), which is not supported.')
+    needed = ('patch_embed.proj.weight', 'pos_embed', 'blocks.0.attn.qkv.weight')
+    check_names(tensors, source, 'ViT', _UNSUPPORTED, needed)
     shape = {name: np.shape(value) for name, value in tensors.items()}
-    for name in ('patch_embed.proj.weight', 'pos_embed', 'blocks.0.attn.qkv.weight'):
-        if name not in shape:
-            raise UserError(
-                f'{source} is not a ViT in timm names: it has no tensor {name} '
-                f'(its first is {next(iter(tensors), "absent")}).'
-            )
     if len(shape['patch_embed.proj.weight']) != 4:
         raise UserError(
             f'{source}: patch_embed.proj.weight has shape {shape["patch_embed.proj.weight"]}, '

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jetmoe_jax.checkpoints import names
+from jetmoe_jax.checkpoints.tensors import check_names
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.convnext import KERNEL_SIZE, ConvNeXt
 
@@ -103,17 +104,9 @@ def infer_convnext(tensors: Mapping[str, np.ndarray], source: str, **given: Any)
     Raises:
       UserError: the state dict is not that of a ConvNeXt in a supported variant.
     """
-    for pattern, what in _UNSUPPORTED.items():
-        for name in tensors:
-            if re.search(pattern, name):
-                raise UserError(f'{source} has {what} (tensor {name}), which is not supported.')
+    needed = ('stem.0.weight', 'stem.1.weight', 'stages.0.blocks.0.conv_dw.weight')
+    check_names(tensors, source, 'ConvNeXt', _UNSUPPORTED, needed)
     shape = {name: np.shape(value) for name, value in tensors.items()}
-    for name in ('stem.0.weight', 'stem.1.weight', 'stages.0.blocks.0.conv_dw.weight'):
-        if name not in shape:
-            raise UserError(
-                f'{source} is not a ConvNeXt in timm names: it has no tensor {name} '
-                f'(its first is {next(iter(tensors), "absent")}).'
-            )
     kernel = shape['stages.0.blocks.0.conv_dw.weight'][2:]
     if kernel != (KERNEL_SIZE, KERNEL_SIZE):
         raise UserError(f'{source} has depthwise kernels of size {kernel}; only 7x7 is supported.')

@@ -1,7 +1,7 @@
 """A state dict in memory, and the renamings that more than one format needs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,30 @@ def join_qkv(tensors: Mapping[str, np.ndarray], source: str) -> dict[str, np.nda
                 [tensors[other] for other in names]
             )
     return joined
+
+
+def check_names(
+    tensors: Mapping[str, np.ndarray],
+    source: str,
+    family: str,
+    unsupported: Mapping[str, str],
+    needed: Sequence[str],
+) -> None:
+    """Refuses a state dict with a tensor that a family has not, or without one that it needs.
+
+    Args:
+      unsupported: pattern of a name -> what such a tensor is.
+    """
+    for pattern, what in unsupported.items():
+        for name in tensors:
+            if re.search(pattern, name):
+                raise UserError(f'{source} has {what} (tensor {name}), which is not supported.')
+    for name in needed:
+        if name not in tensors:
+            raise UserError(
+                f'{source} is not a {family} in timm names: it has no tensor {name} '
+                f'(its first is {next(iter(tensors), "absent")}).'
+            )
 
 
 def _without(modules: list[str], name: str) -> str:

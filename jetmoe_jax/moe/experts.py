@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jetmoe_jax.errors import UserError
 from jetmoe_jax.moe.mlp import Dtype, Mlp
 
 # Logical axes of slots (b e s d): with images split over all devices, and with experts split over
@@ -31,3 +32,22 @@ class Experts(nn.Module):
         )(self.hidden, self.dropout, self.dtype, name='mlp')
         slots = nn.with_logical_constraint(slots, BY_EXPERT)
         return nn.with_logical_constraint(mlp(slots, train), BY_IMAGE)
+
+
+EXPERT_DROPOUT_MODES = ('expert', 'sample')
+
+
+def expert_dropout(rate: float, mode: str, train: bool) -> nn.Dropout:
+    """Dropout of whole experts on their outputs (b e s d), or of an image's whole output.
+
+    What is kept is scaled by 1/(1-p). Made within a layer's call, it is a submodule of that layer.
+
+    Raises:
+      UserError: `mode` is neither 'expert' nor 'sample'.
+    """
+    if mode not in EXPERT_DROPOUT_MODES:
+        raise UserError(
+            f'expert_dropout_mode is {mode!r}; use one of {", ".join(EXPERT_DROPOUT_MODES)}.'
+        )
+    shared_axes = (2, 3) if mode == 'expert' else (1, 2, 3)
+    return nn.Dropout(rate, shared_axes, deterministic=not train)

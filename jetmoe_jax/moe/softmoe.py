@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.moe.experts import Experts
+from jetmoe_jax.moe.experts import Experts, expert_dropout
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
-from jetmoe_jax.moe.spheromoe import EXPERT_DROPOUT_MODES, softmax_over_slots
+from jetmoe_jax.moe.spheromoe import softmax_over_slots
 
 
 def normalise(x: jax.Array, axis: int = -1, epsilon: float = 1e-6) -> jax.Array:
@@ -147,22 +147,13 @@ class SoftMoE(nn.Module):
         slots = jnp.einsum('bnd,bnes->besd', x, D)
         _, hidden = self.path_widths(d)['experts']
         Y = Experts(hidden, self.dropout, self.dtype, name='experts')(slots, train)
-        Y = self._drop_experts(Y, train)
+        drop = expert_dropout(self.expert_dropout, self.expert_dropout_mode, train)
+        Y = drop(Y)
         return jnp.einsum('besd,bnes->bnd', Y, C)
-
-    def _drop_experts(self, Y: jax.Array, train: bool) -> jax.Array:
-        """Zeroes whole experts, or an image's whole output; what is kept is scaled by 1/(1-p)."""
-        shared_axes = (2, 3) if self.expert_dropout_mode == 'expert' else (1, 2, 3)
-        return nn.Dropout(self.expert_dropout, shared_axes, deterministic=not train)(Y)
 
     def _check(self) -> None:
         if self.num_experts < 1 or self.slots_per_expert < 1:
             raise UserError(
                 f'{self.num_experts} experts of {self.slots_per_expert} slots: '
                 'give counts of at least 1.'
-            )
-        if self.expert_dropout_mode not in EXPERT_DROPOUT_MODES:
-            raise UserError(
-                f'expert_dropout_mode is {self.expert_dropout_mode!r}; '
-                f'use one of {", ".join(EXPERT_DROPOUT_MODES)}.'
             )

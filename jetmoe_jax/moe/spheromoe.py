@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jetmoe_jax.errors import UserError, known_key
 from jetmoe_jax.moe.entmax import entmax15
-from jetmoe_jax.moe.experts import Experts
+from jetmoe_jax.moe.experts import Experts, expert_dropout
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
 
@@ -35,7 +35,6 @@ COMBINE: dict[str, Callable[[jax.Array], jax.Array]] = {
     'softmax': softmax_over_slots,
     'entmax15': entmax15_over_slots,
 }
-EXPERT_DROPOUT_MODES = ('expert', 'sample')
 
 # The layer's two published settings: what the released code trains, and what the paper describes.
 SETTINGS = {
@@ -164,23 +163,13 @@ class SpheroMoE(nn.Module):
             experts = Experts(hidden, self.dropout, self.dtype, name=name)
             Y.append(experts(slots[:, first : first + count], train))
             first += count
-        Y = self._drop_experts(jnp.concatenate(Y, axis=1), train)
+        drop = expert_dropout(self.expert_dropout, self.expert_dropout_mode, train)
+        Y = drop(jnp.concatenate(Y, axis=1))
         return jnp.einsum('besd,bnes->bnd', Y, C)
-
-    def _drop_experts(self, Y: jax.Array, train: bool) -> jax.Array:
-        """Zeroes whole experts, or an image's whole output; what is kept is scaled by 1/(1-p)."""
-        kept_axes = (0, 1) if self.expert_dropout_mode == 'expert' else (0,)
-        broadcast = tuple(axis for axis in range(4) if axis not in kept_axes)
-        return nn.Dropout(self.expert_dropout, broadcast, deterministic=not train)(Y)
 
     def _check(self) -> None:
         if self.combine not in COMBINE:
             raise UserError(f'combine is {self.combine!r}; use one of {", ".join(COMBINE)}.')
-        if self.expert_dropout_mode not in EXPERT_DROPOUT_MODES:
-            raise UserError(
-                f'expert_dropout_mode is {self.expert_dropout_mode!r}; '
-                f'use one of {", ".join(EXPERT_DROPOUT_MODES)}.'
-            )
         if self.core_experts < 0 or self.universal_experts < 0 or self.slots_per_expert < 1:
             raise UserError(
                 f'{self.core_experts} core experts, {self.universal_experts} universal experts and '
