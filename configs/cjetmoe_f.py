@@ -3,7 +3,7 @@
 --config=configs/cjetmoe_f.py:dense=TINY.safetensors,dense_same=FEMTO.safetensors,data=FOLDER
 """
 
-from jetmoe_jax.moe.spheromoe import setting
+from jetmoe_jax.moe.spheromoe import ablate, setting
 from jetmoe_jax.training.config import default_config, parse_arg, parse_experts
 
 
@@ -15,8 +15,9 @@ def get_config(arg=None):
         init='recycled',  # or 'random'
         data='',  # a folder of train/CLASS/*, val/CLASS/*
         image_size=224,
-        experts='98+196',  # core + universal in stage 3; stage 4 has a quarter of the tokens
+        experts='98+196',  # core + universal in stage 3
         layer='released',  # or 'paper': the layer's published settings
+        ablation='',  # a part of the layer to leave out; the names are in docs/spheromoe.md
         epochs=300.0,
         batch=4096,
         lr=4e-3,
@@ -27,9 +28,11 @@ def get_config(arg=None):
     c.model = 'cjetmoe_f'
     c.model_overrides.image_size = arg.image_size
     c.model_overrides.drop_path = 0.1
-    c.model_overrides.moe = setting(arg.layer) | {
-        path: (0, 0, count, count // 4) for path, count in parse_experts(arg.experts).items()
+    # Stage 4 has a quarter of the tokens, so a quarter of the experts, an even number: 24 + 48.
+    experts = {
+        path: (0, 0, count, count // 8 * 2) for path, count in parse_experts(arg.experts).items()
     }
+    c.model_overrides.moe = ablate(setting(arg.layer) | experts, arg.ablation)
     c.init = arg.init
     c.dense = arg.dense
     c.dense_same = arg.dense_same

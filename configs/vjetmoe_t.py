@@ -3,7 +3,7 @@
 --config=configs/vjetmoe_t.py:dense=VIT_S.safetensors,dense_same=VIT_T.safetensors,data=FOLDER
 """
 
-from jetmoe_jax.moe.spheromoe import setting
+from jetmoe_jax.moe.spheromoe import ablate, setting
 from jetmoe_jax.training.config import default_config, parse_arg, parse_experts
 
 
@@ -17,6 +17,7 @@ def get_config(arg=None):
         image_size=224,
         experts='98+196',  # core + universal
         layer='released',  # or 'paper': the layer's published settings
+        ablation='',  # a part of the layer to leave out; the names are in docs/spheromoe.md
         epochs=300.0,
         batch=4096,
         lr=4e-3,
@@ -27,7 +28,7 @@ def get_config(arg=None):
     c.model = 'vjetmoe_t'
     c.model_overrides.image_size = arg.image_size
     c.model_overrides.drop_path = 0.1
-    c.model_overrides.moe = setting(arg.layer) | parse_experts(arg.experts)
+    c.model_overrides.moe = ablate(setting(arg.layer) | parse_experts(arg.experts), arg.ablation)
     c.init = arg.init
     c.dense = arg.dense
     c.dense_same = arg.dense_same

@@ -70,13 +70,10 @@ def infer_vit(tensors: Mapping[str, np.ndarray], source: str, **given: Any) -> V
     width, _, patch_size, _ = shape['patch_embed.proj.weight']
     depth = 1 + max(int(m[1]) for name in shape if (m := re.match(r'blocks\.(\d+)\.', name)))
     moe_blocks = tuple(i for i in range(depth) if f'blocks.{i}.mlp.phi' in shape)
-    if 'blocks.0.mlp.fc1.weight' in shape:
-        hidden = shape['blocks.0.mlp.fc1.weight'][0]
-    else:
-        hidden = next(
-            (v[1] for n, v in shape.items() if n.endswith('core_experts.vit_fc1.weight')), 0
-        )
-    hidden = hidden or round(given.get('mlp_ratio', 0) * width)
+    # The dense width: as given, or of a dense block, or of the experts where all blocks are MoE.
+    dense = next((v[0] for n, v in shape.items() if n.endswith('.mlp.fc1.weight')), 0)
+    core = next((v[1] for n, v in shape.items() if n.endswith('core_experts.vit_fc1.weight')), 0)
+    hidden = round(given.get('mlp_ratio', 0) * width) or dense or core
     if not hidden:
         raise UserError(f'{source} has no tensor blocks.0.mlp.fc1.weight, and no core experts.')
 
@@ -138,10 +135,12 @@ def _infer_moe(shape: Mapping[str, tuple[int, ...]], block: int, hidden: int) ->
     prefix = f'blocks.{block}.mlp.'
     core = shape.get(prefix + 'core_experts.vit_fc1.weight', (0, 0, 0))
     universal = shape.get(prefix + 'univ_experts.vit_fc1.weight', (0, 0, 0))
+    wide = core[1] or hidden
     return dict(
         core_experts=core[0],
         universal_experts=universal[0],
-        universal_factor=universal[1] / hidden if universal[1] else 0.25,
+        hidden_factor=wide / hidden,
+        universal_factor=universal[1] / wide if universal[1] else 0.25,
         slots_per_expert=shape[prefix + 'phi'][1],
         query_norm=prefix + 'slot_norm.weight' in shape,
         projections=prefix + 'phi_key_proj.gamma' in shape,

@@ -126,39 +126,52 @@ def infer_convnext(tensors: Mapping[str, np.ndarray], source: str, **given: Any)
         raise UserError(f'{source} has no blocks in stage {widths.index(0)}; it may be cut off.')
     moe_blocks = tuple((s, i) for s, i in found if f'stages.{s}.blocks.{i}.mlp.phi' in shape)
     dense = next((v for n, v in shape.items() if n.endswith('.mlp.fc1.weight')), None)
+    mlp_ratio = dense[0] / dense[1] if dense is not None else ConvNeXt.mlp_ratio
+    hiddens = [round(width * given.get('mlp_ratio', mlp_ratio)) for width in widths]
     attributes = dict(
         patch_size=shape['stem.0.weight'][-1],
         widths=widths,
         depths=tuple(depths),
+        mlp_ratio=mlp_ratio,
+        conv_mlp=dense is not None and len(dense) == 4,
         num_classes=shape['head.fc.weight'][0] if 'head.fc.weight' in shape else 0,
         layer_scale=LAYER_SCALE_INIT if 'stages.0.blocks.0.gamma' in shape else None,
         moe_blocks=moe_blocks,
-        moe=_infer_moe(shape, moe_blocks, len(depths)) if moe_blocks else None,
+        moe=_infer_moe(shape, moe_blocks, hiddens) if moe_blocks else None,
     )
-    if dense is not None:
-        attributes |= dict(mlp_ratio=dense[0] / dense[1], conv_mlp=len(dense) == 4)
     if 'moe' in given and attributes['moe'] is not None:
         given['moe'] = attributes['moe'] | dict(given['moe'])
     return ConvNeXt(**(attributes | given))
 
 
 def _infer_moe(
-    shape: Mapping[str, tuple[int, ...]], moe_blocks: Sequence[tuple[int, int]], stages: int
+    shape: Mapping[str, tuple[int, ...]],
+    moe_blocks: Sequence[tuple[int, int]],
+    hiddens: Sequence[int],
 ) -> dict[str, Any]:
-    """The arguments of the MoE layers; expert counts and slots by stage."""
-    core, universal, slots, factor, last = [0] * stages, [0] * stages, [1] * stages, 0.25, ''
+    """The arguments of the MoE layers; expert counts, slots and widths by stage.
+
+    Args:
+      hiddens: hidden neurons of a dense MLP in each stage.
+    """
+    stages, last = len(hiddens), ''
+    core, universal, slots = [0] * stages, [0] * stages, [1] * stages
+    wide, narrow = [1.0] * stages, [0.25] * stages
     for stage, i in moe_blocks:
         last = f'stages.{stage}.blocks.{i}.mlp.'
         core_fc1 = shape.get(last + 'core_experts.vit_fc1.weight', (0, 0, 0))
         universal_fc1 = shape.get(last + 'univ_experts.vit_fc1.weight', (0, 0, 0))
         core[stage], universal[stage] = core_fc1[0], universal_fc1[0]
         slots[stage] = shape[last + 'phi'][1]
-        if core_fc1[1] and universal_fc1[1]:
-            factor = universal_fc1[1] / core_fc1[1]
+        width = core_fc1[1] or hiddens[stage]
+        wide[stage] = width / hiddens[stage]
+        if universal_fc1[1]:
+            narrow[stage] = universal_fc1[1] / width
     return dict(
         core_experts=tuple(core),
         universal_experts=tuple(universal),
-        universal_factor=factor,
+        hidden_factor=tuple(wide),
+        universal_factor=tuple(narrow),
         slots_per_expert=tuple(slots),
         query_norm=last + 'slot_norm.weight' in shape,
         projections=last + 'phi_key_proj.gamma' in shape,

@@ -25,6 +25,7 @@ IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 _PREPROCESSING = ('mean', 'std', 'crop_fraction', 'class_names')
 # What shapes cannot tell of a model, or not in every case.
 _UNTOLD = ('num_heads', 'pool', 'image_size', 'no_embed_class', 'mlp_ratio')
+_UNTOLD_OF_MOE = ('combine', 'query_l2norm')
 
 
 @dataclass
@@ -174,7 +175,9 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint, dtype: Any = np.fl
     hints = {name: getattr(model, name) for name in _UNTOLD if hasattr(model, name)}
     hints |= {name: getattr(checkpoint, name) for name in _PREPROCESSING}
     if model.moe:
-        hints['moe'] = {'combine': model.moe.get('combine', SpheroMoE.combine)}
+        hints['moe'] = {
+            name: model.moe.get(name, getattr(SpheroMoE, name)) for name in _UNTOLD_OF_MOE
+        }
     tensors = {}
     for name, value in state_dict(model, checkpoint.params).items():
         with np.errstate(over='ignore'):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jetmoe_jax.errors import UserError
+
 # Path of a module -> name of its tensors; `*` stands for a block's number.
 _MODULES = {
     'patch_embed': 'patch_embed.proj',
@@ -61,9 +63,18 @@ def tensor_names(path: str) -> tuple[str, ...]:
 
 
 def to_tensors(path: str, value: np.ndarray) -> dict[str, np.ndarray]:
-    """A parameter -> its tensors by name, in the file's layout."""
+    """A parameter -> its tensors by name, in the file's layout.
+
+    Raises:
+      UserError: it is a temperature that both softmaxes share; the files hold two.
+    """
     names = tensor_names(path)
     if len(names) > 1:
+        if len(value) != len(names):
+            raise UserError(
+                f"{path} is one shared temperature, and MoE Jetpack's files hold two; keep the "
+                'model in a folder instead.'
+            )
         return dict(zip(names, value, strict=True))
     if path == 'patch_embed/kernel':
         p = round((value.shape[0] / 3) ** 0.5)

@@ -15,6 +15,7 @@ from jetmoe_jax.moe.experts import Experts, expert_dropout
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
 from jetmoe_jax.moe.spheromoe import softmax_over_slots
+from jetmoe_jax.moe.width import expert_width
 
 
 def normalise(x: jax.Array, axis: int = -1, epsilon: float = 1e-6) -> jax.Array:
@@ -94,7 +95,8 @@ class SoftMoE(nn.Module):
     Attributes:
       num_experts: number of experts.
       slots_per_expert: slots (input rows) of each expert.
-      hidden: hidden neurons of an expert; 4 d when None.
+      hidden: hidden neurons that the factor is of; 4 d when None.
+      hidden_factor: an expert has `hidden * hidden_factor` hidden neurons.
       noise: noise N(0, 1) / e on the logits in training.
       expert_dropout: rate at which whole experts are dropped in training.
       expert_dropout_mode: 'expert', a draw for each image and expert, or 'sample', one an image.
@@ -107,6 +109,7 @@ class SoftMoE(nn.Module):
     num_experts: int = 128
     slots_per_expert: int = 1
     hidden: int | None = None
+    hidden_factor: float = 1.0
     noise: bool = False
     expert_dropout: float = 0.0
     expert_dropout_mode: str = 'sample'
@@ -121,7 +124,7 @@ class SoftMoE(nn.Module):
 
     def path_widths(self, d: int) -> dict[str, tuple[int, int]]:
         """(experts, hidden width) of the one path, by the name of its module."""
-        return {'experts': (self.num_experts, self.hidden or 4 * d)}
+        return {'experts': (self.num_experts, expert_width(self.hidden, d, self.hidden_factor))}
 
     def multiply_adds(self, n: int, d: int) -> int:
         """Of one image of n tokens: logits, dispatch and combine, and the experts."""

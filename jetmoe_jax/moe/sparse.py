@@ -23,6 +23,7 @@ from jetmoe_jax.moe.metrics import (
     sow_metrics,
 )
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp
+from jetmoe_jax.moe.width import expert_width
 
 LOSS_SCOPES = ('image', 'batch')
 
@@ -124,11 +125,12 @@ class SparseMoE(nn.Module):
 
     Attributes:
       num_experts: number of experts.
-      hidden: hidden neurons of an expert; 4 d when None.
+      hidden: hidden neurons that the factor is of; 4 d when None.
+      hidden_factor: an expert has `hidden * hidden_factor` hidden neurons.
       capacity_factor: places of all experts together, as a multiple of what the tokens need.
       capacity: places of each expert, instead of a factor.
       noise: noise of standard deviation 1/e on the logits in training.
-      shared_expert: a dense MLP beside the experts, whose output is added to every token's.
+      shared_expert: an MLP beside the experts and as wide, whose output is added to every token's.
       dropout: dropout rate inside the experts.
       z_weight: weight of the router z-loss.
 
@@ -137,6 +139,7 @@ class SparseMoE(nn.Module):
 
     num_experts: int = 32
     hidden: int | None = None
+    hidden_factor: float = 1.0
     capacity_factor: float = 1.0
     capacity: int | None = None
     noise: bool = True
@@ -157,7 +160,7 @@ class SparseMoE(nn.Module):
 
     def path_widths(self, d: int) -> dict[str, tuple[int, int]]:
         """(experts, hidden width) of the one path, by the name of its module."""
-        return {'experts': (self.num_experts, self.hidden or 4 * d)}
+        return {'experts': (self.num_experts, expert_width(self.hidden, d, self.hidden_factor))}
 
     def places(self, n: int) -> int:
         """Places of each expert for n tokens: n at most, for an expert reads a token once."""

@@ -16,6 +16,7 @@ from jetmoe_jax.moe.entmax import entmax15
 from jetmoe_jax.moe.experts import Experts, expert_dropout
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
+from jetmoe_jax.moe.width import expert_width
 
 
 def softmax_over_slots(z: jax.Array) -> jax.Array:
@@ -62,6 +63,55 @@ def setting(name: str) -> dict[str, Any]:
     return dict(SETTINGS[known_key('setting of the layer', name, SETTINGS)])
 
 
+# The layer's parts, each taken out by itself: name -> the arguments that do it. 'single_path' is
+# computed from the others, in `ablate`.
+SWITCHES = {
+    'no_query_l2norm': dict(query_l2norm=False),
+    'no_query_norm': dict(query_norm=False),
+    'shared_temperature': dict(shared_temperature=True),
+    'fixed_temperature': dict(learn_temperature=False),
+    'no_noise': dict(noise=False),
+    'no_expert_dropout': dict(expert_dropout=0.0),
+}
+ABLATIONS = (*SWITCHES, 'single_path')
+
+
+def ablate(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The layer's arguments without the part that an ablation names; as they are where it is ''.
+
+    Args:
+      arguments: of SpheroMoE, `core_experts` and `universal_experts` among them; in a ConvNeXt a
+        tuple holds one value for each stage.
+      name: one of ABLATIONS.
+
+    Raises:
+      UserError: there is no such ablation; the nearest is named.
+    """
+    if not name:
+        return dict(arguments)
+    if known_key('ablation', name, ABLATIONS) == 'single_path':
+        return dict(arguments) | _single_path(arguments)
+    return dict(arguments) | SWITCHES[name]
+
+
+def _single_path(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All experts on one path and of one width: their mean, so that count and cost stay."""
+    if isinstance(arguments['core_experts'], tuple):
+        stages = [
+            _single_path({k: v[i] if isinstance(v, tuple) else v for k, v in arguments.items()})
+            for i in range(len(arguments['core_experts']))
+        ]
+        return {name: tuple(stage[name] for stage in stages) for name in stages[0]}
+    core, universal = arguments['core_experts'], arguments['universal_experts']
+    factor = arguments.get('universal_factor', SpheroMoE.universal_factor)
+    width = arguments.get('hidden_factor', SpheroMoE.hidden_factor)
+    return dict(
+        core_experts=core + universal,
+        universal_experts=0,
+        hidden_factor=width * (core + factor * universal) / max(core + universal, 1),
+    )
+
+
 def l2norm(x: jax.Array) -> jax.Array:
     """x / (|x| + 1e-6) over the last axis, in float32; its gradient is finite at x = 0."""
     x = x.astype(jnp.float32)
@@ -83,14 +133,19 @@ class SpheroMoE(nn.Module):
     """The SpheroMoE layer: X (b n d) -> (b n d), in place of a block's MLP.
 
     Attributes:
-      core_experts: number of experts of hidden width `hidden`.
-      universal_experts: number of experts of hidden width `hidden * universal_factor`.
-      hidden: hidden neurons of a core expert; 4 d when None.
+      core_experts: number of wide experts.
+      universal_experts: number of experts narrower by `universal_factor`.
+      hidden: hidden neurons that the factors are of; 4 d when None.
+      hidden_factor: a core expert has `hidden * hidden_factor` hidden neurons, a universal one
+        `hidden * hidden_factor * universal_factor`.
       slots_per_expert: slots (input rows) of each expert.
       temperature: initial value of both elements of T.
+      shared_temperature: T has one element, for both softmaxes.
+      learn_temperature: T is trained; otherwise its gradient is stopped.
       combine: 'softmax' or 'entmax15', the function f of the combine weights.
       projections: scale and shift the tokens (key) and the slot queries before they are normalised.
       query_norm: LayerNorm on the slot queries.
+      query_l2norm: l2norm on the slot queries, after the LayerNorm.
       noise: noise N(0, 1) / e on both softmaxes' inputs in training.
       expert_dropout: rate at which whole experts are dropped in training.
       expert_dropout_mode: 'expert', a draw for each image and expert, or 'sample', one an image.
@@ -104,11 +159,15 @@ class SpheroMoE(nn.Module):
     universal_experts: int
     universal_factor: float = 0.25
     hidden: int | None = None
+    hidden_factor: float = 1.0
     slots_per_expert: int = 1
     temperature: float = 0.5
+    shared_temperature: bool = False
+    learn_temperature: bool = True
     combine: str = 'entmax15'
     projections: bool = False
     query_norm: bool = True
+    query_l2norm: bool = True
     noise: bool = True
     expert_dropout: float = 0.0
     expert_dropout_mode: str = 'sample'
@@ -118,12 +177,18 @@ class SpheroMoE(nn.Module):
 
     def path_widths(self, d: int) -> dict[str, tuple[int, int]]:
         """(experts, hidden width) of each path that has experts, in the order of their slots."""
-        hidden = self.hidden or 4 * d
         paths = {
-            'core_experts': (self.core_experts, hidden),
-            'universal_experts': (self.universal_experts, round(hidden * self.universal_factor)),
+            'core_experts': (self.core_experts, self.hidden_factor),
+            'universal_experts': (
+                self.universal_experts,
+                self.hidden_factor * self.universal_factor,
+            ),
         }
-        return {name: path for name, path in paths.items() if path[0]}
+        return {
+            name: (count, expert_width(self.hidden, d, factor))
+            for name, (count, factor) in paths.items()
+            if count
+        }
 
     def multiply_adds(self, n: int, d: int) -> int:
         """Of one image of n tokens: logits, dispatch and combine, and the experts."""
@@ -137,7 +202,9 @@ class SpheroMoE(nn.Module):
         paths = self.path_widths(d)
         e, s = sum(count for count, _ in paths.values()), self.slots_per_expert
         phi = self.param('phi', _orthogonal_rows, (e, s, d))
-        T = self.param('temperature', nn.initializers.constant(self.temperature), (2,))
+        elements = 1 if self.shared_temperature else 2
+        T = self.param('temperature', nn.initializers.constant(self.temperature), (elements,))
+        T = jnp.broadcast_to(T if self.learn_temperature else jax.lax.stop_gradient(T), (2,))
 
         key, query = x.astype(jnp.float32), phi
         if self.projections:
@@ -145,7 +212,7 @@ class SpheroMoE(nn.Module):
             query = ScaleShift(name='query_projection')(query)
         if self.query_norm:
             query = nn.LayerNorm(epsilon=1e-5, name='query_norm')(query)
-        K, Q = l2norm(key), l2norm(query)
+        K, Q = l2norm(key), l2norm(query) if self.query_l2norm else query
 
         L = jnp.einsum('bnd,esd->bnes', K, Q)
         noise = 0.0

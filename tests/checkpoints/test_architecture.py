@@ -77,7 +77,13 @@ def test_the_released_vjetmoe_t_gives_a_model_of_its_names_shapes_and_count():
     assert model.pool == 'avg'
 
 
-MOE = dict(core_experts=3, universal_experts=5, universal_factor=0.5, slots_per_expert=2)
+MOE = dict(
+    core_experts=3,
+    universal_experts=5,
+    hidden_factor=0.75,
+    universal_factor=0.5,
+    slots_per_expert=2,
+)
 
 
 @pytest.mark.parametrize(

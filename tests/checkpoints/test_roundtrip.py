@@ -22,6 +22,27 @@ MODELS = {
         moe=dict(core_experts=0, universal_experts=3, universal_factor=0.5),
         **SMALL,
     ),
+    'fine-grained experts in all blocks': ViT(
+        image_size=8,
+        moe_blocks=(0, 1),
+        moe=dict(core_experts=3, universal_experts=2, hidden_factor=0.5, query_l2norm=False),
+        **SMALL,
+    ),
+    'ConvNeXt with fine-grained experts': ConvNeXt(
+        image_size=16,
+        patch_size=2,
+        widths=(4, 8),
+        depths=(1, 1),
+        num_classes=4,
+        moe_blocks=((0, 0), (1, 0)),
+        mlp_ratio=3.0,
+        moe=dict(
+            core_experts=(3, 5),
+            universal_experts=(4, 0),
+            hidden_factor=(0.5, 0.25),
+            combine='softmax',
+        ),
+    ),
     'ConvNeXt': ConvNeXt(image_size=16, patch_size=2, widths=(3, 5), depths=(1, 2), num_classes=4),
 }
 
@@ -40,8 +61,24 @@ def test_an_export_comes_back_as_the_same_model(tmp_path, name):
     loaded = load_checkpoint(tmp_path / 'x.safetensors')
     assert loaded.model.image_shape == checkpoint.model.image_shape
     assert param_shapes(loaded.model) == param_shapes(checkpoint.model)
+    assert (loaded.model.moe is None) == (checkpoint.model.moe is None)
+    for argument in ('combine', 'query_l2norm') if loaded.model.moe else ():
+        layers = [model.moe_layer(model.moe_paths[0]) for model in (loaded.model, checkpoint.model)]
+        assert getattr(layers[0], argument) == getattr(layers[1], argument)
     for path, value in checkpoint.params.items():
         np.testing.assert_array_equal(loaded.params[path], value, err_msg=path)
+
+
+def test_a_shared_temperature_has_no_place_in_an_export(tmp_path):
+    moe = dict(core_experts=2, universal_experts=3, shared_temperature=True)
+    checkpoint = random_checkpoint(ViT(image_size=8, moe_blocks=(1,), moe=moe, **SMALL))
+    with pytest.raises(UserError) as error:
+        save_checkpoint(tmp_path / 'x.safetensors', checkpoint)
+    assert str(error.value) == (
+        "blocks_1/moe/temperature is one shared temperature, and MoE Jetpack's files hold two; "
+        'keep the model in a folder instead.'
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_weight_too_large_for_float16_is_refused(tmp_path):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.registry import create_model
+from jetmoe_jax.moe.spheromoe import SpheroMoE
 from jetmoe_jax.training.config import check_config, default_config, parse_arg
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
@@ -24,6 +26,44 @@ def test_every_recipe_has_known_keys_only(path):
     config.data.name = config.data.name or 'digits'
     config.dense = config.dense or 'some.safetensors'
     check_config(config)
+
+
+@pytest.mark.parametrize('name', ['vjetmoe_t', 'vjetmoe_s', 'cjetmoe_f'])
+@pytest.mark.parametrize(
+    'ablation, expected',
+    [
+        ('no_query_l2norm', dict(query_l2norm=(True, False))),
+        ('no_query_norm', dict(query_norm=(True, False))),
+        ('shared_temperature', dict(shared_temperature=(False, True))),
+        ('fixed_temperature', dict(learn_temperature=(True, False))),
+        ('no_noise', dict(noise=(True, False))),
+        ('no_expert_dropout', dict(expert_dropout=(0.1, 0.0))),
+        (
+            'single_path',
+            dict(core_experts=(98, 294), universal_experts=(196, 0), hidden_factor=(1.0, 0.5)),
+        ),
+    ],
+)
+def test_an_ablation_changes_one_respect_of_the_layer_alone(name, ablation, expected):
+    models = []
+    for arg in ('', f'ablation={ablation}'):
+        config = get_config(name, f'{arg},data=digits,init=random')
+        check_config(config)
+        models.append(create_model(config.model, **config.model_overrides.to_dict()))
+    for path in models[0].moe_paths:
+        base, ablated = (
+            {field: getattr(model.moe_layer(path), field) for field in SpheroMoE.__annotations__}
+            for model in models
+        )
+        changed = {field for field in base if base[field] != ablated[field]}
+        assert changed == set(expected)
+        if path.startswith('stages_3'):  # of C-JetMoE: a quarter of the tokens and the experts
+            quarter = dict(core_experts=(24, 72), universal_experts=(48, 0))
+            expected = expected | {k: v for k, v in quarter.items() if k in expected}
+        if ablation == 'no_expert_dropout':
+            assert ablated['expert_dropout'] == 0
+        else:
+            assert {field: (base[field], ablated[field]) for field in changed} == expected
 
 
 def test_vjetmoe_t_holds_the_published_recipe():
