@@ -11,7 +11,7 @@ import numpy as np
 from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport
 from jetmoe_jax.models.parameters import param_shapes
 from jetmoe_jax.models.registry import create_model
-from jetmoe_jax.recycling.statistics import METRICS, Statistics
+from jetmoe_jax.recycling.statistics import METRICS, Statistics, fingerprint
 from jetmoe_jax.recycling.strategies import recycle
 
 ROUNDS = 3
@@ -34,7 +34,7 @@ def random_statistics(checkpoint: Checkpoint, rng: np.random.Generator) -> Stati
         }
         for block, (d, h) in checkpoint.model.blocks.items()
     }
-    return Statistics(values, images=1)
+    return Statistics(values, images=1, fingerprint=fingerprint(checkpoint.params))
 
 
 def main() -> None:

@@ -20,27 +20,55 @@ from jetmoe_jax.recycling.selection import (
 from jetmoe_jax.recycling.statistics import Statistics
 
 STRATEGIES = ('weight_selection', 'uniform', 'importance')
-ATTENTION, NEURONS = 2, 3  # streams of random numbers; a block's experts have 0 and 1
+ATTENTION, NEURONS = 2, 3  # streams of random numbers; a block's experts have the others
 
 Shape = Sequence[int]
 Selector = Callable[[str, np.ndarray, Shape], np.ndarray]  # (path, donor's value, new shape)
 
 
-def whole(path: str, value: np.ndarray, shape: Shape) -> np.ndarray:
-    """The donor's value as it is: for a checkpoint of the successor's size."""
-    del path, shape
-    return value
+@dataclass(frozen=True)
+class Reduction:
+    """How a donor is brought to the successor's size.
+
+    Attributes:
+      select: reduces one parameter.
+      mlp_sets: block's path -> the donor's channels (d,) and neurons (h,) that make its MLP.
+    """
+
+    select: Selector
+    mlp_sets: Callable[[str], tuple[np.ndarray, np.ndarray]]
 
 
-def make_selector(
-    successor: Model, donor: Model, strategy: str, statistics: Statistics | None, seed: int
-) -> Selector:
-    """The function that reduces a donor's parameter to the successor's shape."""
-    check_strategy(successor, strategy)
+def whole(donor: Model) -> Reduction:
+    """The donor's values as they are: for a checkpoint of the successor's size."""
+    return Reduction(
+        lambda path, value, shape: value,
+        lambda block: tuple(np.arange(units) for units in donor.blocks[block]),
+    )
+
+
+def make_reduction(
+    successor: Model,
+    donor: Model,
+    strategy: str,
+    statistics: Statistics | None = None,
+    metric: str = 'L2',
+    seed: int = 0,
+) -> Reduction:
+    """The reduction by one of STRATEGIES."""
     if strategy == 'weight_selection':
-        return weight_selection(donor, successor)
-    sets = dense_sets(successor, donor, strategy, statistics, seed)
-    return lambda path, value, shape: select_by_sets(path, value, sets)
+        return Reduction(
+            weight_selection(donor, successor),
+            lambda block: tuple(
+                weight_selection_indices(size, k)
+                for size, k in zip(donor.blocks[block], successor.blocks[block], strict=True)
+            ),
+        )
+    sets = dense_sets(successor, donor, strategy, statistics, metric, seed)
+    return Reduction(
+        lambda path, value, shape: select_by_sets(path, value, sets),
+        lambda block: (sets.channels, sets.neurons[block]),
+    )
 
 
 def check_strategy(successor: Model, strategy: str) -> None:
@@ -84,11 +112,12 @@ def dense_sets(
     donor: ViT,
     strategy: str,
     statistics: Statistics | None = None,
+    metric: str = 'L2',
     seed: int = 0,
 ) -> DenseSets:
     """Index sets by 'uniform' or 'importance'.
 
-    'importance' takes as channels the top-k of the L2 norms' sum over blocks, one set for the whole
+    'importance' takes as channels the top-k of the metric's sum over blocks, one set for the whole
     network, and samples attention channels and neurons block by block.
     """
     d, h = successor.width, successor.mlp_hidden
@@ -101,12 +130,12 @@ def dense_sets(
     def sample(position: str, k: int, stream: int) -> dict[str, np.ndarray]:
         return {
             block: sampled_indices(
-                statistics.of(block, position), k, 1, generator(seed, i, stream)
+                statistics.of(block, position, metric), k, 1, generator(seed, i, stream)
             )[0]
             for i, block in enumerate(successor.blocks)
         }
 
-    norms = sum(statistics.of(block, 'mlp_input') for block in donor.blocks)
+    norms = sum(statistics.of(block, 'mlp_input', metric) for block in donor.blocks)
     return DenseSets(
         top_k_indices(norms, d),
         sample('attn_proj_input', d, ATTENTION),

@@ -14,7 +14,7 @@ def uniform_indices(size: int, k: int) -> np.ndarray:
 
     The points are computed in float32 from both ends, as the recorded systems do: it decides ties.
     """
-    _check(size, k)
+    check_size(size, k)
     if k == 1:
         return np.zeros(1, np.int64)
     step = np.float32(size - 1) / np.float32(k - 1)
@@ -25,14 +25,19 @@ def uniform_indices(size: int, k: int) -> np.ndarray:
 
 def weight_selection_indices(size: int, k: int) -> np.ndarray:
     """Every (size/k)-th if k divides size, else uniform (Xu et al., ICLR 2024): (k,) int64."""
-    _check(size, k)
+    check_size(size, k)
     return np.arange(0, size, size // k) if size % k == 0 else uniform_indices(size, k)
 
 
 def top_k_indices(importance: np.ndarray, k: int) -> np.ndarray:
     """The k most important units, the first of equals: (k,) int64, sorted."""
-    _check(len(importance), k)
+    check_size(len(importance), k)
     return np.sort(np.argsort(-importance, kind='stable')[:k])
+
+
+def random_indices(size: int, k: int, draws: int, rng: np.random.Generator) -> np.ndarray:
+    """Subsets of k units, every one equally likely: (draws, k) int64, sorted."""
+    return sampled_indices(np.ones(size), k, draws, rng)
 
 
 def sampled_indices(
@@ -40,14 +45,21 @@ def sampled_indices(
 ) -> np.ndarray:
     """k units without replacement, with probability proportional to importance: (draws, k) int64.
 
-    Drawing one after the other, each time among what is left, is the same as taking the k smallest
-    of independent exponential variables with rates `importance` (Efraimidis and Spirakis, 2006).
-    Units of zero importance come last, in random order.
+    Each is drawn among what is left; units of zero importance come last, in random order.
 
     Args:
       importance: (size,), finite and not negative.
     """
-    _check(len(importance), k)
+    check_size(len(importance), k)
+    return np.sort(sampled_order(importance, draws, rng)[:, :k], axis=-1)
+
+
+def sampled_order(importance: np.ndarray, draws: int, rng: np.random.Generator) -> np.ndarray:
+    """All units in the order in which they are drawn without replacement: (draws, size) int64.
+
+    Drawing one after the other, each time among what is left, is the same as sorting independent
+    exponential variables with rates `importance` (Efraimidis and Spirakis, 2006).
+    """
     importance = np.asarray(importance, np.float64)
     if not np.isfinite(importance).all() or (importance < 0).any() or not importance.any():
         raise UserError(
@@ -57,8 +69,7 @@ def sampled_indices(
     waiting = -np.log1p(-rng.random((draws, len(importance))))
     with np.errstate(divide='ignore'):
         arrival = np.where(importance > 0, waiting / importance, np.inf)
-    order = np.lexsort((waiting, arrival), axis=-1)
-    return np.sort(order[:, :k], axis=-1)
+    return np.lexsort((waiting, arrival), axis=-1)
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
@@ -66,7 +77,8 @@ def generator(seed: int, *stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *stream])))
 
 
-def _check(size: int, k: int) -> None:
+def check_size(size: int, k: int) -> None:
+    """Refuses to take k of `size` units where there are not so many, or k is 0."""
     if not 0 < k <= size:
         raise UserError(
             f'{k} units are asked for and the predecessor has {size}; '

@@ -7,6 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jetmoe_jax.errors import UserError, known_key
+from jetmoe_jax.recycling.recipe import Recipe
 
 INITS = ('recycled', 'random', 'dense')
 
@@ -45,6 +46,7 @@ _RANGES = {
     'optimizer.final': (0, 1),
     'data.crop_fraction': (1e-9, 1),
     'data.workers': (0, None),
+    'recycle.ratio': (0, 1),
     'recycle.calibration_images': (1, None),
     'mesh.expert': (1, None),
 }
@@ -63,7 +65,11 @@ def default_config() -> ConfigDict:
     c.compare_random = False  # afterwards train the same from random weights, and compare
 
     c.recycle = ConfigDict()
-    c.recycle.strategy = 'importance'
+    c.recycle.strategy = 'importance'  # of the experts; docs/recycling.md has them all
+    c.recycle.metric = 'L2'  # or 'L1', 'active'
+    c.recycle.communities = 'louvain'  # of the strategy 'graph'; or 'metis'
+    c.recycle.ratio = 0.5  # of 'drop_upcycling'
+    c.recycle.branches = ()  # of 'branch_train_mix': further dense checkpoints
     c.recycle.non_experts = 'weight_selection'  # when there is no dense_same
     c.recycle.calibration_images = 1024
     c.recycle.statistics = ''  # a saved .npz, instead of calibration
@@ -158,8 +164,19 @@ def check_config(config: ConfigDict) -> None:
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f'config.optimizer.betas is {betas}; give two numbers from 0 to below 1.')
+    recipe_of(config)
     if config.compare_random and config.init == 'random':
         raise UserError('config.compare_random compares with random weights; choose another init.')
+
+
+def recipe_of(config: ConfigDict) -> Recipe:
+    """How a config says to recycle.
+
+    Raises:
+      UserError: a strategy, metric or method is unknown; the nearest known one is named.
+    """
+    names = ('strategy', 'metric', 'non_experts', 'ratio', 'communities')
+    return Recipe(**{name: config.recycle[name] for name in names}, seed=config.seed)
 
 
 def _check_keys(config: ConfigDict, known: ConfigDict, prefix: str) -> None:

@@ -6,23 +6,19 @@ from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
-from tqdm import tqdm
 
-from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport
+from jetmoe_jax.checkpoints.load import LoadReport
 from jetmoe_jax.checkpoints.workdir import open_checkpoint
-from jetmoe_jax.data.loader import eval_batches
-from jetmoe_jax.data.preprocess import eval_transform
 from jetmoe_jax.data.sources import Source, normalisation
-from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.parameters import FlatParams, init_params, unflatten
+from jetmoe_jax.models.parameters import FlatParams, init_params
 from jetmoe_jax.models.registry import Model, create_model
-from jetmoe_jax.recycling.selection import generator
-from jetmoe_jax.recycling.statistics import Statistics, collect_statistics
-from jetmoe_jax.recycling.strategies import check_donors, check_family, inherit, recycle
-
-CALIBRATION_BATCH = 64
+from jetmoe_jax.recycling.calibration import calibrate
+from jetmoe_jax.recycling.checks import check_donors, check_family, check_statistics
+from jetmoe_jax.recycling.recipe import Donors, Recipe, needed_statistics
+from jetmoe_jax.recycling.statistics import CO_ACTIVATION, Statistics
+from jetmoe_jax.recycling.strategies import collect, inherit, recycled_parts
+from jetmoe_jax.training.config import recipe_of
 
 
 @dataclass
@@ -63,10 +59,15 @@ def prepare(config: ConfigDict, source: Source, workdir: Path) -> Start:
         model = inherit(model, donor.model, given=overrides)
     if config.init == 'random':
         return Start(model, mean, std, reports, partial(init_params, model, config.seed))
-    check_donors(model, predecessor, same_size, config.recycle.strategy, config.recycle.non_experts)
-    if config.recycle.statistics:
-        Statistics.load(config.recycle.statistics).check(predecessor.model)
-    make_params = partial(_recycle, config, source, workdir, model, predecessor, same_size)
+    branches = tuple(open_checkpoint(path, **size) for path in config.recycle.branches)
+    reports += [branch.report for branch in branches]
+    donors, recipe = Donors(predecessor, same_size, branches), recipe_of(config)
+    check_donors(model, donors, recipe)
+    statistics = None
+    if config.recycle.statistics and needed_statistics(model, donors, recipe):
+        statistics = Statistics.load(config.recycle.statistics)
+        check_statistics(model, donors, recipe, statistics)
+    make_params = partial(_recycle, config, source, workdir, model, donors, recipe, statistics)
     return Start(model, mean, std, reports, make_params)
 
 
@@ -75,65 +76,23 @@ def _recycle(
     source: Source,
     workdir: Path,
     model: Model,
-    predecessor: Checkpoint,
-    same_size: Checkpoint | None,
+    donors: Donors,
+    recipe: Recipe,
+    statistics: Statistics | None,
 ) -> FlatParams:
-    statistics = None
-    if config.recycle.statistics:
-        statistics = Statistics.load(config.recycle.statistics)
-    elif 'importance' in (config.recycle.strategy, config.recycle.non_experts):
+    needs = needed_statistics(model, donors, recipe)
+    if needs and statistics is None:
         statistics = calibrate(
-            predecessor,
+            donors.predecessor,
             source,
             images=config.recycle.calibration_images,
             crop_fraction=config.data.crop_fraction,
             seed=config.seed,
+            co_activation=any(metric == CO_ACTIVATION for _, _, metric in needs),
         )
-    params, record = recycle(
-        model,
-        predecessor,
-        same_size,
-        strategy=config.recycle.strategy,
-        non_experts=config.recycle.non_experts,
-        statistics=statistics,
-        seed=config.seed,
-    )
+    record, parts = recycled_parts(model, donors, recipe, statistics)
+    params = collect(model, parts)
     record.save(workdir / 'recycling')
     if statistics:
         statistics.save(workdir / 'statistics.npz')
     return params
-
-
-def calibrate(
-    predecessor: Checkpoint, source: Source, *, images: int, crop_fraction: float, seed: int
-) -> Statistics:
-    """Statistics of a dense model over `images` random images of a source, or all it has."""
-    if images < 1:
-        raise UserError(f'config.recycle.calibration_images is {images}; give at least 1.')
-    chosen = generator(seed).permutation(len(source))[:images]
-    transform = partial(
-        eval_transform, image_size=predecessor.model.image_shape, crop_fraction=crop_fraction
-    )
-    batch_size = min(CALIBRATION_BATCH, len(chosen))
-    loader = eval_batches(Subset(source, chosen), transform, batch_size=batch_size)
-    total = -(-len(chosen) // batch_size)
-    mean, std = np.float32(predecessor.mean), np.float32(predecessor.std)
-    batches = (
-        ((np.float32(batch['image']) / 255 - mean) / std, batch['mask'])
-        for batch in tqdm(loader, 'calibrating', total, unit='batch', leave=False, disable=None)
-    )
-    return collect_statistics(predecessor.model, unflatten(predecessor.params), batches)
-
-
-class Subset:
-    """Some of a source's examples."""
-
-    def __init__(self, source: Source, indices: np.ndarray):
-        self.name, self.class_names = source.name, source.class_names
-        self._source, self._indices = source, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, i: int) -> dict:
-        return self._source[int(self._indices[i])]

@@ -8,7 +8,7 @@ from jetmoe_jax.checkpoints.layout import state_dict
 from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.convnext import ConvNeXt
-from jetmoe_jax.models.parameters import init_params, param_shapes, unflatten
+from jetmoe_jax.models.parameters import init_params, param_shapes
 from jetmoe_jax.models.vit import ViT
 from jetmoe_jax.recycling.statistics import collect_statistics
 from jetmoe_jax.recycling.strategies import inherit, recycle
@@ -41,7 +41,7 @@ def dense():
 @pytest.fixture(scope='module')
 def statistics(dense):
     images = jax.random.normal(jax.random.key(0), (3, 16, 16, 3))
-    return collect_statistics(DENSE, unflatten(dense.params), [(images, np.ones(3, 'f4'))])
+    return collect_statistics(dense, [(images, np.ones(3, 'f4'))])
 
 
 def test_statistics_are_those_of_each_stage(statistics):

@@ -9,11 +9,12 @@ from jetmoe_jax.checkpoints.files import StateDict
 from jetmoe_jax.checkpoints.layout import state_dict
 from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, fit
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.parameters import param_shapes, unflatten
+from jetmoe_jax.models.parameters import param_shapes
 from jetmoe_jax.models.vit import ViT
 from jetmoe_jax.recycling.dense import DenseSets, select_by_sets, weight_selection
+from jetmoe_jax.recycling.experts import cut_experts
 from jetmoe_jax.recycling.statistics import Statistics, collect_statistics
-from jetmoe_jax.recycling.strategies import recycle, select_experts
+from jetmoe_jax.recycling.strategies import recycle
 
 MOE = dict(core_experts=2, universal_experts=3, universal_factor=0.25)
 
@@ -47,8 +48,7 @@ def teacher(recorded):
 def statistics(recorded, teacher):
     batches = recorded['images_nchw'].transpose(0, 1, 3, 4, 2)
     return collect_statistics(
-        teacher.model,
-        unflatten(teacher.params),
+        teacher,
         [(jnp.asarray(images), np.ones(4, np.float32)) for images in batches],
         group=4,
     )
@@ -86,14 +86,13 @@ def test_statistics_agree_with_the_recorded_ones(recorded, statistics):
 
 def test_statistics_do_not_depend_on_the_batch_size(recorded, teacher):
     images = jnp.asarray(recorded['images_nchw'].transpose(0, 1, 3, 4, 2).reshape(12, 32, 32, 3))
-    params = unflatten(teacher.params)
 
     def of_batches(size):
         padded = jnp.pad(images, ((0, -12 % size), (0, 0), (0, 0), (0, 0)), constant_values=7.0)
         mask = np.float32(np.arange(len(padded)) < 12)
         parts = range(0, len(padded), size)
         batches = [(padded[i : i + size], mask[i : i + size]) for i in parts]
-        return collect_statistics(teacher.model, params, batches)
+        return collect_statistics(teacher, batches)
 
     one, five = of_batches(12), of_batches(5)
     assert one.images == five.images == 12
@@ -144,7 +143,7 @@ def test_sampled_index_sets_give_the_recorded_weights(reference, teacher):
         np.testing.assert_array_equal(expected.pop(name), value, err_msg=name)
     for block in (10, 11):
         channels, neurons = drawn[f'moe_idx/channel/{block}'], drawn[f'moe_idx/mlp/{block}']
-        experts = select_experts(teacher.params, f'blocks_{block}', channels, neurons)
+        experts = cut_experts(teacher.params, f'blocks_{block}', channels, neurons)
         for leaf, value in experts.items():
             fc, kind = leaf.split('/')
             name = f'blocks.{block}.mlp.experts.vit_{fc}.' + kind.replace('kernel', 'weight')
@@ -223,12 +222,6 @@ def test_a_same_size_checkpoint_gives_all_that_is_no_expert(teacher, statistics)
     np.testing.assert_array_equal(kernel[1], teacher.params['blocks_10/mlp/fc1/kernel'])
 
 
-def test_statistics_of_another_model_are_refused(teacher, statistics):
-    blocks = {k: v for k, v in statistics.values.items() if k != 'blocks_11'}
-    with pytest.raises(UserError, match='mlp_input of blocks_11, the predecessor has 24 units'):
-        recycle(student(), teacher, statistics=Statistics(blocks, 12))
-
-
 def test_a_model_with_moe_layers_is_no_donor(teacher, statistics):
     moe = Checkpoint(student(), {}, LoadReport('moe file'))
     with pytest.raises(UserError, match='moe file has MoE layers itself'):
@@ -247,8 +240,8 @@ def test_importance_picks_the_non_expert_channels_of_largest_norm(teacher, stati
 @pytest.mark.parametrize(
     'arguments, message',
     [
-        (dict(strategy='best'), "strategy is 'best'; use one of uniform, importance"),
-        (dict(non_experts='best'), "non_experts is 'best'; use one of weight_selection"),
+        (dict(strategy='drop_upcylcing'), "strategy .*; the nearest known one is 'drop_upcycling'"),
+        (dict(non_experts='unifrom'), "non_experts .* the nearest known one is 'uniform'"),
         (dict(), "'importance' needs statistics"),
         (
             dict(strategy='uniform', successor=student(width=48)),
