@@ -13,9 +13,7 @@ from jetmoe_jax.data.preprocess import eval_transform
 from jetmoe_jax.data.sources import Source
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.recycling.selection import generator
-from jetmoe_jax.recycling.statistics import Statistics, collect_statistics
-
-BATCH = 64
+from jetmoe_jax.recycling.statistics import IMAGES_AT_ONCE, Statistics, collect_statistics
 
 
 def calibrate(
@@ -26,7 +24,6 @@ def calibrate(
     crop_fraction: float,
     seed: int = 0,
     co_activation: bool = False,
-    batch_size: int = BATCH,
 ) -> Statistics:
     """Statistics of a dense model over `images` random images of a source, or all it has.
 
@@ -34,7 +31,6 @@ def calibrate(
       crop_fraction: of the resized image's short side, as in evaluation.
       seed: of the choice of images.
       co_activation: also what the strategy 'graph' needs.
-      batch_size: at most; fewer images make one smaller batch.
 
     Raises:
       UserError: there is no image to take, or one cannot be read.
@@ -47,8 +43,7 @@ def calibrate(
     chosen = generator(seed).permutation(len(source))[:images]
     size = predecessor.model.image_shape
     transform = partial(eval_transform, image_size=size, crop_fraction=crop_fraction)
-    hosts = jax.process_count()
-    batch_size = min(batch_size, -(-len(chosen) // hosts) * hosts)
+    batch_size = IMAGES_AT_ONCE * jax.device_count()  # fewer images are filled up to that
     loader = eval_batches(Subset(source, chosen), transform, batch_size=batch_size)
     batches = -(-len(chosen) // batch_size)
     loader = tqdm(loader, 'calibrating', batches, unit='batch', leave=False, disable=None)

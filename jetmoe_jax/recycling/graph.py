@@ -103,8 +103,9 @@ def _metis(weights: np.ndarray, seed: int) -> np.ndarray:
     starts = np.searchsorted(i, np.arange(len(weights) + 1))
     whole = np.ceil(weights[i, j] / max(weights.sum(), 1e-30) * METIS_TOTAL).astype(np.int64)
     parts = min(METIS_PARTS, len(weights))
+    adjacency = pymetis.CSRAdjacency(starts, j)
     options = pymetis.Options(seed=seed)
-    _, labels = pymetis.part_graph(parts, xadj=starts, adjncy=j, eweights=whole, options=options)
+    _, labels = pymetis.part_graph(parts, adjacency, eweights=whole, options=options)
     return np.asarray(labels, np.int64)
 
 

@@ -7,7 +7,7 @@ device adds up its own images, and the devices' sums meet at the end.
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,9 @@ POSITIONS = {
 }
 METRICS = ('L1', 'L2', 'active')
 CO_ACTIVATION = 'co_activation'
+# A device takes so many images at a time, whatever the batch: the same compiled pass gives each
+# image the same rounding.
+IMAGES_AT_ONCE = 16
 
 Need = tuple[str, str, str]  # (block, position, metric)
 
@@ -133,6 +136,7 @@ def collect_statistics(
     group: int = 1,
     co_activation: bool = False,
     transform: Callable[[jax.Array], jax.Array] = lambda images: images,
+    devices: Sequence[jax.Device] | None = None,
     origin: Mapping[str, Any] | None = None,
 ) -> Statistics:
     """Statistics of a dense model over batches of (images, mask), on all devices.
@@ -145,14 +149,15 @@ def collect_statistics(
         multiple of it. The released code's norms are over whole batches.
       co_activation: also how often any two units of a position are above zero together.
       transform: makes normalised images of the batches', on the device.
+      devices: all there are, when None.
       origin: what is known of the images, to be kept with the statistics.
 
     Raises:
       UserError: there is no image, or a batch is not a multiple of `group`.
     """
-    mesh = Mesh(jax.devices(), ('data',))
+    mesh = Mesh(jax.devices() if devices is None else devices, ('data',))
     by_image, everywhere = (NamedSharding(mesh, spec) for spec in (P('data'), P()))
-    share = group * len(mesh.local_devices)
+    share = group * -(-IMAGES_AT_ONCE // group)  # images of a device
     params = jax.device_put(checkpoint.params, everywhere)
 
     def measure(params: FlatParams, images: jax.Array, mask: jax.Array) -> Any:
@@ -170,20 +175,15 @@ def collect_statistics(
         donate_argnums=0,
     )
     totals, counts = None, np.zeros(2, np.int64)
-    for images, mask in batches:
-        if len(images) % group:
-            raise UserError(
-                f'a batch of {len(images)} images is not a multiple of group {group}; '
-                'give batches that are.'
-            )
+    for part in _of_one_size(batches, share * len(mesh.local_devices), group):
+        _, mask = part
         counts += int(np.sum(mask)), int(np.sum(np.reshape(mask, (-1, group)).any(axis=1)))
-        local = [_pad(x, -len(x) % share) for x in (images, np.asarray(mask, np.float32))]
-        placed = [jax.make_array_from_process_local_data(by_image, x) for x in local]
         if totals is None:
-            shapes = jax.eval_shape(measure, params, *(x[: len(x) // mesh.size] for x in placed))
+            shapes = jax.eval_shape(measure, params, *(x[:share] for x in part))
             totals = jax.tree.map(
                 lambda x: jnp.zeros((mesh.size, *x.shape), device=by_image), shapes
             )
+        placed = [jax.make_array_from_process_local_data(by_image, x) for x in part]
         totals = add_batch(totals, params, *placed)
     images_seen, groups = multihost_utils.process_allgather(counts).reshape(-1, 2).sum(axis=0)
     if not groups:
@@ -268,5 +268,17 @@ def _is_sum(x: Any) -> bool:
     return isinstance(x, TwoFloat)
 
 
-def _pad(x: np.ndarray, rows: int) -> np.ndarray:
-    return np.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)) if rows else np.asarray(x)
+def _of_one_size(
+    batches: Iterable[tuple[np.ndarray, np.ndarray]], size: int, group: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches cut into parts of one size, the last one of each filled up with masked images."""
+    for images, mask in batches:
+        if len(images) % group:
+            raise UserError(
+                f'a batch of {len(images)} images is not a multiple of group {group}; '
+                'give batches that are.'
+            )
+        for i in range(0, len(images), size):
+            part = np.asarray(images[i : i + size]), np.float32(mask[i : i + size])
+            rows = size - len(part[0])
+            yield tuple(np.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)) for x in part)

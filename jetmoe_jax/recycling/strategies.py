@@ -4,7 +4,7 @@ A pure function of (checkpoints, statistics, recipe), on flat parameters in NumP
 no expert, then block by block, so that a writer need never hold the whole model.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ def recycle(
     """
     donors = Donors(predecessor, same_size, tuple(branches))
     record, parts = recycled_parts(successor, donors, Recipe(**recipe), statistics)
-    return collect(successor, parts), record
+    return {path: value for part in parts for path, value in part.items()}, record
 
 
 def recycled_parts(
@@ -77,12 +77,6 @@ def recycled_parts(
     check_statistics(successor, donors, recipe, statistics)
     record = Record()
     return record, _parts(successor, donors, recipe, statistics, record)
-
-
-def collect(successor: Model, parts: Iterable[FlatParams]) -> FlatParams:
-    """All parts together, in the order of the model's own parameters."""
-    params = {path: value for part in parts for path, value in part.items()}
-    return {path: params[path] for path in param_shapes(successor)}
 
 
 def inherit(successor: Model, donor: Model, given: Collection[str] = ()) -> Model:

@@ -17,7 +17,7 @@ from jetmoe_jax.recycling.calibration import calibrate
 from jetmoe_jax.recycling.checks import check_donors, check_family, check_statistics
 from jetmoe_jax.recycling.recipe import Donors, Recipe, needed_statistics
 from jetmoe_jax.recycling.statistics import CO_ACTIVATION, Statistics
-from jetmoe_jax.recycling.strategies import collect, inherit, recycled_parts
+from jetmoe_jax.recycling.strategies import inherit, recycled_parts
 from jetmoe_jax.training.config import recipe_of
 
 
@@ -91,7 +91,7 @@ def _recycle(
             co_activation=any(metric == CO_ACTIVATION for _, _, metric in needs),
         )
     record, parts = recycled_parts(model, donors, recipe, statistics)
-    params = collect(model, parts)
+    params = {path: value for part in parts for path, value in part.items()}
     record.save(workdir / 'recycling')
     if statistics:
         statistics.save(workdir / 'statistics.npz')
