@@ -12,8 +12,9 @@ from jetmoe_jax.data.mixing import normalise
 from jetmoe_jax.data.preprocess import eval_transform
 from jetmoe_jax.data.sources import Source
 from jetmoe_jax.errors import UserError
+from jetmoe_jax.recycling.collect import IMAGES_AT_ONCE, collect_statistics
 from jetmoe_jax.recycling.selection import generator
-from jetmoe_jax.recycling.statistics import IMAGES_AT_ONCE, Statistics, collect_statistics
+from jetmoe_jax.recycling.statistics import Statistics
 
 
 def calibrate(

@@ -10,7 +10,7 @@ from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.convnext import ConvNeXt
 from jetmoe_jax.models.parameters import init_params, param_shapes
 from jetmoe_jax.models.vit import ViT
-from jetmoe_jax.recycling.statistics import collect_statistics
+from jetmoe_jax.recycling.collect import collect_statistics
 from jetmoe_jax.recycling.strategies import inherit, recycle
 
 DENSE = ConvNeXt(image_size=16, patch_size=2, widths=(6, 10), depths=(2, 3), num_classes=7)

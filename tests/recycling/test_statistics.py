@@ -13,15 +13,8 @@ from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import param_shapes
 from jetmoe_jax.models.vit import ViT
 from jetmoe_jax.recycling.calibration import calibrate
-from jetmoe_jax.recycling.statistics import (
-    Statistics,
-    TwoFloat,
-    add,
-    batch_sums,
-    collect_statistics,
-    fingerprint,
-    total,
-)
+from jetmoe_jax.recycling.collect import TwoFloat, add, batch_sums, collect_statistics, total
+from jetmoe_jax.recycling.statistics import Statistics, fingerprint
 
 MODEL = ViT(image_size=8, patch_size=4, width=6, depth=2, num_heads=2, mlp_ratio=2, num_classes=3)
 IMAGES = np.random.default_rng(1).normal(size=(11, 8, 8, 3)).astype('f4')
