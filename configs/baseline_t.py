@@ -1,6 +1,7 @@
 """V-JetMoE-T's recipe with another MoE layer: Soft MoE, token choice or expert choice.
 
 --config=configs/baseline_t.py:layer=soft,experts=128,data=FOLDER
+--config=configs/baseline_t.py:layer=token_choice,init=recycled,strategy=drop_upcycling,dense=...
 """
 
 from jetmoe_jax.training.config import default_config, parse_arg
@@ -12,6 +13,7 @@ def get_config(arg=None):
         dense='',  # the predecessor, which the experts come from
         dense_same='',  # a checkpoint of the same width, which the rest comes from (optional)
         init='random',  # or 'recycled'
+        strategy='sparse_upcycling',  # of recycled experts; docs/recycling.md has them all
         data='',  # a folder of train/CLASS/*, val/CLASS/*
         image_size=224,
         layer='soft',  # or 'token_choice', 'expert_choice'
@@ -30,6 +32,7 @@ def get_config(arg=None):
     c.init = arg.init
     c.dense = arg.dense
     c.dense_same = arg.dense_same
+    c.recycle.strategy = arg.strategy
 
     c.data.name = arg.data
     c.data.augment = arg.augment
