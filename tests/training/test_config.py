@@ -122,6 +122,12 @@ def with_change(key, value):
         ('optimizer.lr', float('nan'), 'config.optimizer.lr is nan'),
         ('label_smoothing', 7.0, 'config.label_smoothing is 7.0; give a number from 0 up to 1.'),
         ('optimizer.betas', (0.9, 3.0), 'config.optimizer.betas is (0.9, 3.0)'),
+        ('recycle.strategy', 'importence', "the nearest known one is 'importance'"),
+        ('recycle.metric', 'l2', "metric 'l2' does not exist; the nearest known one is 'L2'"),
+        ('recycle.communities', 'luvain', "the nearest known one is 'louvain'"),
+        ('recycle.non_experts', 'top', "non_experts strategy 'top' does not exist"),
+        ('recycle.ratio', 1.5, 'config.recycle.ratio is 1.5; give a number from 0 up to 1.'),
+        ('recycle.calibration_images', 0, 'config.recycle.calibration_images is 0'),
     ],
 )
 def test_wrong_keys_and_values_are_named(key, value, message):
