@@ -19,7 +19,7 @@ from jetmoe_jax.models.layers import (
     linear_over_depth,
 )
 from jetmoe_jax.moe.layers import make_layer
-from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp, linear_init
+from jetmoe_jax.moe.mlp import Dense, Dtype, LayerNorm, Mlp, linear_init
 
 KERNEL_SIZE = 7  # of the depthwise convolutions
 _MARGIN = KERNEL_SIZE // 2
@@ -108,7 +108,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         b, h, w, d = x.shape
         y = DepthwiseConv(self.dtype, name='conv_dw')(x)
-        y = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm')(y)
+        y = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm')(y)
         y = y.reshape(b, h * w, d)
         self.sow('intermediates', 'mlp_input', y)
         if self.moe is None:
@@ -139,7 +139,7 @@ class Stage(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         if self.downsample:
-            x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='downsample_norm')(x)
+            x = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='downsample_norm')(x)
             x = Dense(self.width, dtype=self.dtype, name='downsample_conv')(_patches(x, 2))
         for i, arguments in enumerate(self.blocks):
             x = Block(dtype=self.dtype, name=f'blocks_{i}', **arguments)(x, train)
@@ -220,7 +220,7 @@ class ConvNeXt(nn.Module):
         self._check(images)
         patches = _patches(images, self.patch_size)
         x = Dense(self.widths[0], dtype=self.dtype, name='stem_conv')(patches)
-        x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='stem_norm')(x)
+        x = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='stem_norm')(x)
 
         rates = linear_over_depth(self.drop_path, len(self._pairs))
         drop_path = dict(zip(self._pairs, rates, strict=True))
@@ -238,7 +238,7 @@ class ConvNeXt(nn.Module):
             x = Stage(width, stage > 0, blocks, self.dtype, name=f'stages_{stage}')(x, train)
 
         x = x.mean(axis=(1, 2))
-        x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='head_norm')(x).astype(jnp.float32)
+        x = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='head_norm')(x).astype(jnp.float32)
         self.sow('intermediates', 'pooled', x)
         if self.num_classes == 0:
             return x

@@ -19,9 +19,44 @@ from jetmoe_jax.models.layers import (
     linear_over_depth,
 )
 from jetmoe_jax.moe.layers import make_layer
-from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp, linear_init
+from jetmoe_jax.moe.mlp import Dense, Dtype, LayerNorm, Mlp, linear_init
 
 POOLS = ('token', 'avg')
+
+
+@jax.custom_vjp
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """softmax(q k^T) v of every head: (b h n c) -> (b h n c); softmax in float32.
+
+    The weights stay exp(logits - max): what they are to be divided by is divided out of the output,
+    and in the gradient out of the cotangent, which are smaller (as in FlashAttention, Dao 2022).
+    """
+    return _attend_forward(q, k, v)[0]
+
+
+def _attend_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
+    L = jnp.einsum('bhqc,bhkc->bhqk', q, k, preferred_element_type=jnp.float32)
+    P = jnp.exp(L - jnp.max(L, axis=-1, keepdims=True))
+    total = jnp.sum(P, axis=-1, keepdims=True)
+    P = P.astype(v.dtype)
+    y = jnp.einsum('bhqk,bhkc->bhqc', P, v, preferred_element_type=jnp.float32) / total
+    y = y.astype(v.dtype)
+    return y, (q, k, v, P, total, y)
+
+
+def _attend_backward(residuals: tuple, c: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dL = P (dP - sum(dP P)), where sum(dP P) is sum(c y)."""
+    q, k, v, P, total, y = residuals
+    c = c / total
+    mean = jnp.sum(c * y, axis=-1, keepdims=True)
+    c = c.astype(v.dtype)
+    dv = jnp.einsum('bhqk,bhqc->bhkc', P, c)
+    dP = jnp.einsum('bhqc,bhkc->bhqk', c, v, preferred_element_type=jnp.float32)
+    dL = (P * (dP - mean)).astype(q.dtype)
+    return jnp.einsum('bhqk,bhkc->bhqc', dL, k), jnp.einsum('bhqk,bhqc->bhkc', dL, q), dv
+
+
+attend.defvjp(_attend_forward, _attend_backward)
 
 
 class Attention(nn.Module):
@@ -35,13 +70,11 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         b, n, d = x.shape
         qkv = Dense(3 * d, dtype=self.dtype, name='qkv')(x)
-        q, k, v = jnp.moveaxis(qkv.reshape(b, n, 3, self.num_heads, d // self.num_heads), 2, 0)
+        q, k, v = qkv.reshape(b, n, 3, self.num_heads, -1).transpose(2, 0, 3, 1, 4)
         if self.qk_norm:
-            q = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='q_norm')(q)
-            k = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='k_norm')(k)
-        logits = jnp.einsum('bqhc,bkhc->bhqk', q * q.shape[-1] ** -0.5, k)
-        weights = jax.nn.softmax(logits.astype(jnp.float32)).astype(self.dtype)
-        heads = jnp.einsum('bhqk,bkhc->bqhc', weights, v).reshape(b, n, d)
+            q = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='q_norm')(q)
+            k = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='k_norm')(k)
+        heads = attend(q * q.shape[-1] ** -0.5, k, v).swapaxes(1, 2).reshape(b, n, d)
         self.sow('intermediates', 'attn_proj_input', heads)
         return Dense(d, dtype=self.dtype, name='proj')(heads)
 
@@ -60,12 +93,12 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        y = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm1')(x)
+        y = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm1')(x)
         y = Attention(self.num_heads, self.qk_norm, self.dtype, name='attn')(y)
         y = nn.Dropout(self.dropout, deterministic=not train)(y)
         x = x + self._residual(y, 'ls1', train)
 
-        y = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm2')(x)
+        y = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm2')(x)
         self.sow('intermediates', 'mlp_input', y)
         if self.moe is None:
             y = Mlp(self.mlp_hidden, self.dropout, self.dtype, name='mlp')(y, train)
@@ -168,7 +201,7 @@ class ViT(nn.Module):
         x = self._add_prefix_and_position(x)
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
         if self.pre_norm:
-            x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm_pre')(x)
+            x = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm_pre')(x)
 
         drop_path = linear_over_depth(self.drop_path, self.depth)
         for i in range(self.depth):
@@ -185,13 +218,13 @@ class ViT(nn.Module):
             )(x, train)
 
         if self.pool == 'token':
-            x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm')(x)
+            x = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm')(x)
             self.sow('intermediates', 'features', x)
             x = x[:, 0]
         else:
             self.sow('intermediates', 'features', x)
             x = x[:, self.prefix_tokens :].mean(axis=1)
-            x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name='fc_norm')(x)
+            x = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='fc_norm')(x)
         x = x.astype(jnp.float32)
         self.sow('intermediates', 'pooled', x)
         if self.num_classes == 0:

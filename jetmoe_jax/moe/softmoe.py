@@ -14,7 +14,7 @@ from jetmoe_jax.errors import UserError
 from jetmoe_jax.moe.experts import Experts, expert_dropout
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
-from jetmoe_jax.moe.spheromoe import softmax_over_slots
+from jetmoe_jax.moe.spheromoe import softmax_over_slots, softmax_over_tokens
 from jetmoe_jax.moe.width import expert_width
 
 
@@ -48,7 +48,7 @@ def soft_logits(x: jax.Array, mu: jax.Array, scale: jax.Array) -> jax.Array:
 
 def soft_routing(L: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits L (b n e s) -> dispatch D (softmax over n) and combine C (over e and s together)."""
-    return jax.nn.softmax(L, axis=1), softmax_over_slots(L)
+    return softmax_over_tokens(L), softmax_over_slots(L)
 
 
 def soft_metrics(D: jax.Array, C: jax.Array, mu: jax.Array) -> dict[str, jax.Array]:

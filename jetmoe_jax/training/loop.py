@@ -170,7 +170,7 @@ def _train(config: ConfigDict, workdir: Path, opened: contextlib.ExitStack) -> M
         store.save(step, to_items(state), records, result)
 
     def check_finite(step: int, metrics: Mapping[str, Any], ids: np.ndarray) -> None:
-        if not all(math.isfinite(metrics[k]) for k in ('loss', 'grad_norm', 'update_norm')):
+        if not all(math.isfinite(metrics[k]) for k in ('loss', 'grad_norm', 'param_norm')):
             raise UserError(_not_finite(step, metrics, ids, train_source, store))
 
     previous = None
@@ -273,7 +273,7 @@ def _not_finite(step: int, metrics: Metrics, ids: Any, source: Any, store: Check
     names = ', '.join(source[int(i)]['id'] for i in ids[:8])
     return (
         f'the loss is {float(metrics["loss"])} at step {step} (gradient norm '
-        f'{float(metrics["grad_norm"])}, update norm {float(metrics["update_norm"])}); the '
+        f'{float(metrics["grad_norm"])}, parameter norm {float(metrics["param_norm"])}); the '
         f"batch's images begin with {names}; the last good checkpoint is step "
         f'{store.latest_step()} in {store.folder}; lower the learning rate or look at those images.'
     )

@@ -33,7 +33,7 @@ def make_train_step(
     Augmentation on the device, loss, gradients and AdamW in one compiled function. Its random
     numbers are a function of (state.rng, state.step) alone. The old state's memory is reused. The
     metrics are 'loss' (without the auxiliary losses that the gradient has), 'grad_norm', 'lr',
-    'update_norm', and those of every router by its path ('blocks_6/moe/combine_entropy').
+    'param_norm', and those of every router by its path ('blocks_6/moe/combine_entropy').
 
     Args:
       state: of the shapes and shardings that the step will be called with.
@@ -70,7 +70,7 @@ def make_train_step(
             ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
         metrics |= {
             'grad_norm': optax.tree.norm(grads),
-            'update_norm': optax.tree.norm(updates),
+            'param_norm': optax.tree.norm(params),
             'lr': schedule(state.step),
         }
         state = state.replace(step=state.step + 1, params=params, ema=ema, opt_state=opt_state)
