@@ -12,7 +12,7 @@ from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import param_shapes
 from jetmoe_jax.models.vit import ViT
-from jetmoe_jax.recycling import dense, experts, upcycling
+from jetmoe_jax.recycling import dense, experts, strategies, upcycling
 from jetmoe_jax.recycling.recipe import Donors, Recipe
 from jetmoe_jax.recycling.selection import generator
 from jetmoe_jax.recycling.statistics import METRICS, Statistics, fingerprint
@@ -68,6 +68,17 @@ def digests(statistics):
         for name, index in record.arrays().items():
             digest.update(name.encode() + index.tobytes())
         print(strategy, digest.hexdigest())
+
+
+@pytest.fixture(autouse=True)
+def zeros_for_fresh_values(monkeypatch):
+    """Compiling an initialisation is what such a test would spend its time on."""
+
+    def zeros(model, seed, paths):
+        shapes = param_shapes(model)
+        return {path: np.zeros(shapes[path].shape, np.float32) for path in paths}
+
+    monkeypatch.setattr(strategies, 'init_params', zeros)
 
 
 @pytest.fixture(scope='module')

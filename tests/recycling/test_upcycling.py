@@ -10,6 +10,7 @@ from jetmoe_jax.models.convnext import ConvNeXt
 from jetmoe_jax.models.parameters import param_shapes, unflatten
 from jetmoe_jax.models.vit import ViT
 from jetmoe_jax.moe.mlp import Mlp
+from jetmoe_jax.recycling import strategies
 from jetmoe_jax.recycling.selection import generator
 from jetmoe_jax.recycling.strategies import recycle
 from jetmoe_jax.recycling.upcycling import add_noise, random_positions, redraw, split_neurons
@@ -32,6 +33,18 @@ def random_checkpoint(model, seed=0):
     rng = np.random.default_rng(seed)
     params = {k: rng.normal(size=v.shape).astype('f4') for k, v in param_shapes(model).items()}
     return Checkpoint(model, params, LoadReport(f'dense {seed}'))
+
+
+@pytest.fixture(autouse=True)
+def zeros_for_fresh_values(request, monkeypatch):
+    """Compiling an initialisation is what such a test would spend its time on."""
+
+    def zeros(model, seed, paths):
+        shapes = param_shapes(model)
+        return {path: np.zeros(shapes[path].shape, np.float32) for path in paths}
+
+    if 'from_scratch' not in request.node.name:
+        monkeypatch.setattr(strategies, 'init_params', zeros)
 
 
 @pytest.fixture(scope='module')
