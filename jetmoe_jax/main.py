@@ -6,6 +6,11 @@
 A run that was stopped, however, goes on when the same command is given again.
 """
 
+from jetmoe_jax import huge_pages
+
+if __name__ == '__main__':
+    huge_pages.restart()
+
 import time
 from pathlib import Path
 

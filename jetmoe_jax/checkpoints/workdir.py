@@ -90,8 +90,12 @@ class CheckpointStore:
         return self._restore(step, data=ocp.args.JsonRestore())['data']
 
     def restore(self, step: int, **trees: Any) -> dict[str, Any]:
-        """The named pytrees, into the given shapes and shardings, on any device count."""
-        items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        """The named pytrees, into the given shapes and shardings, on any device count.
+
+        An array's end is cut off or zeros are appended where its shape is another: experts are
+        padded for the devices they are on. That the model is the same one is for `meta` to tell.
+        """
+        items = {name: ocp.args.StandardRestore(tree, strict=False) for name, tree in trees.items()}
         return dict(self._restore(step, **items))
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """Experts: MLPs with weights of their own, as one vmapped module, each reading its own slots."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,11 @@ BY_EXPERT = ('expert_batch', 'expert', None, None)
 
 
 class Experts(nn.Module):
-    """Expert i applied to its slots: (b e s d) -> (b e s d). Kernels (e d h) and (e h d)."""
+    """Expert i applied to its slots: (b e s d) -> (b e s d). Kernels (e d h) and (e h d).
+
+    The parameters may hold more experts than there are slots for: padding, by which devices divide
+    any count. Padded experts read zeros, nothing reads them, and so their gradient is 0.
+    """
 
     hidden: int
     dropout: float = 0.0
@@ -30,8 +36,32 @@ class Experts(nn.Module):
             variable_axes={'params': 0},
             split_rngs={'params': True, 'dropout': True},
         )(self.hidden, self.dropout, self.dtype, name='mlp')
+        e = slots.shape[1]
+        slots = jnp.pad(slots, ((0, 0), (0, self._held_experts(e) - e), (0, 0), (0, 0)))
         slots = nn.with_logical_constraint(slots, BY_EXPERT)
-        return nn.with_logical_constraint(mlp(slots, train), BY_IMAGE)
+        Y = nn.with_logical_constraint(mlp(slots, train), BY_EXPERT)
+        return nn.with_logical_constraint(Y, BY_IMAGE)[:, :e]
+
+    def _held_experts(self, e: int) -> int:
+        """Experts that the parameters hold; `e` at initialisation."""
+        leaves = jax.tree.leaves(self.variables.get('params', {}))
+        return leaves[0].shape[0] if leaves else e
+
+
+def expert_width(hidden: int | None, d: int, factor: float) -> int:
+    """Hidden neurons of an expert: `factor` times `hidden`, or times 4 d when that is None.
+
+    Raises:
+      UserError: none are left.
+    """
+    hidden = hidden or 4 * d
+    width = round(hidden * factor) if 0 < factor < math.inf else 0
+    if not width:
+        raise UserError(
+            f'experts of {factor:g} times {hidden} hidden neurons have none; '
+            'give a larger hidden_factor or universal_factor.'
+        )
+    return width
 
 
 EXPERT_DROPOUT_MODES = ('expert', 'sample')

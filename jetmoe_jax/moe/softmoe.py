@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.moe.experts import Experts, expert_dropout
+from jetmoe_jax.moe.experts import Experts, expert_dropout, expert_width
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
 from jetmoe_jax.moe.spheromoe import softmax_over_slots, softmax_over_tokens
-from jetmoe_jax.moe.width import expert_width
 
 
 def normalise(x: jax.Array, axis: int = -1, epsilon: float = 1e-6) -> jax.Array:

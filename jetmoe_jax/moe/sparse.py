@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.moe.experts import Experts
+from jetmoe_jax.moe.experts import Experts, expert_width
 from jetmoe_jax.moe.metrics import (
     Losses,
     router_z_loss,
@@ -23,7 +23,6 @@ from jetmoe_jax.moe.metrics import (
     sow_metrics,
 )
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp
-from jetmoe_jax.moe.width import expert_width
 
 LOSS_SCOPES = ('image', 'batch')
 

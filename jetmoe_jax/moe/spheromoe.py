@@ -13,11 +13,9 @@ import jax.numpy as jnp
 
 from jetmoe_jax.errors import UserError, known_key
 from jetmoe_jax.moe.entmax import entmax15
-from jetmoe_jax.moe.experts import Experts, expert_dropout
+from jetmoe_jax.moe.experts import Experts, expert_dropout, expert_width
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype, LayerNorm
-from jetmoe_jax.moe.width import expert_width
-
 
 # Both softmaxes are taken over a last axis: XLA's CPU backend takes ten times as long over an inner
 # one, and thirty times as long over two together.

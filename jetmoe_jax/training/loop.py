@@ -36,8 +36,8 @@ from jetmoe_jax.training.logs import Rate, RunLog
 from jetmoe_jax.training.optimizer import make_optimizer, make_schedule
 from jetmoe_jax.training.sharding import (
     check_batch,
-    check_experts,
     make_mesh,
+    pad_experts,
     shard_batch,
     tree_shardings,
 )
@@ -82,7 +82,6 @@ def _train(config: ConfigDict, workdir: Path, opened: contextlib.ExitStack) -> M
     start = prepare(config, train_source, workdir)
     model = start.model
     shapes = param_shapes(model)
-    check_experts(shapes, mesh)
     size = dict(image_size=model.image_shape, crop_fraction=config.data.crop_fraction)
     batches = train_loader(
         train_source,
@@ -225,8 +224,7 @@ def evaluate_workdir(config: ConfigDict, workdir: str | Path) -> Metrics:
         eval_transform, image_size=saved.model.image_shape, crop_fraction=saved.crop_fraction
     )
     batches = eval_batches(source, transform, batch_size=config.batch_size)
-    check_experts(saved.params, mesh)
-    params = unflatten(saved.params)
+    params = unflatten(pad_experts(saved.params, mesh))
     params = jax.device_put(params, tree_shardings(params, mesh))
     step = make_eval_step(saved.model, saved.mean, saved.std, mesh)
     return evaluate(step, params, batches, mesh)

@@ -5,16 +5,19 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetmoe_jax.errors import UserError
+from jetmoe_jax.models.parameters import FlatParams
 
-# (pattern of a path, spec); the first that is found anywhere in the path holds. The optimiser's
+# (pattern of a path, spec): the first that is found anywhere in the path holds. The optimiser's
 # moments lie under the same paths, so that they are placed like the parameters.
+EXPERTS = r'(^|_|/)experts/'
 RULES = [
-    (r'(^|_|/)experts/', P('expert')),
+    (EXPERTS, P('expert')),
     (r'', P()),
 ]
 
@@ -52,14 +55,20 @@ def check_batch(batch_size: int, mesh: Mesh) -> None:
         )
 
 
-def check_experts(params: Any, mesh: Mesh) -> None:
-    """Refuses experts that the expert axis does not divide; params may be shapes."""
-    for path, leaf in _paths(params):
-        if re.search(RULES[0][0], path) and leaf.shape[0] % mesh.shape['expert']:
-            raise UserError(
-                f'{path} has {leaf.shape[0]} experts and config.mesh.expert is '
-                f'{mesh.shape["expert"]}; give a number that divides the experts.'
-            )
+def pad_experts(params: FlatParams, mesh: Mesh) -> FlatParams:
+    """Flat parameters with the experts padded by zeros to a multiple of the expert axis.
+
+    A layer gives padded experts no slot (see moe/experts.py), so that they get no gradient and stay
+    zero; a checkpoint's padding is cut off or extended where it is restored.
+    """
+    m = mesh.shape['expert']
+
+    def padded(path: str, leaf: jax.Array) -> jax.Array:
+        if not re.search(EXPERTS, path) or leaf.shape[0] % m == 0:
+            return leaf
+        return jnp.pad(leaf, [(0, -leaf.shape[0] % m)] + [(0, 0)] * (leaf.ndim - 1))
+
+    return {path: padded(path, leaf) for path, leaf in params.items()}
 
 
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
@@ -76,12 +85,17 @@ def shard_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array
 
 
 def on_mesh(function: Any, mesh: Mesh) -> Any:
-    """Calls (and so compiles) `function` where the model's logical axes mean those of the mesh."""
+    """A jitted function whose calls, and `lower`, take the logical axes to be those of the mesh."""
 
-    def call(*args: Any) -> Any:
-        with jax.set_mesh(mesh), nn.logical_axis_rules(LOGICAL_AXES):
-            return function(*args)
+    def under_mesh(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with jax.set_mesh(mesh), nn.logical_axis_rules(LOGICAL_AXES):
+                return function(*args)
 
+        return call
+
+    call = under_mesh(function)
+    call.lower = under_mesh(function.lower)
     return call
 
 

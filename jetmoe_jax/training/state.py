@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jetmoe_jax.models.parameters import FlatParams, unflatten
-from jetmoe_jax.training.sharding import tree_shardings
+from jetmoe_jax.training.sharding import pad_experts, tree_shardings
 
 
 class TrainState(struct.PyTreeNode):
@@ -35,7 +35,7 @@ def create_state(
 ) -> TrainState:
     """A state at step 0, placed on the mesh; its moving average starts at the parameters."""
     build = partial(_build, optimizer=optimizer, seed=seed, ema=ema)
-    params = unflatten(params)
+    params = unflatten(pad_experts(params, mesh))
     shardings = tree_shardings(jax.eval_shape(build, params), mesh)
     params = jax.device_put(params, shardings.params)
     return jax.jit(build, out_shardings=shardings)(params)
@@ -49,7 +49,8 @@ def abstract_state(
 ) -> TrainState:
     """Shapes and shardings of a state, to restore into, with no memory spent."""
     build = partial(_build, optimizer=optimizer, seed=0, ema=ema)
-    shapes = jax.eval_shape(build, unflatten(param_shapes))
+    padded = jax.eval_shape(partial(pad_experts, mesh=mesh), param_shapes)
+    shapes = jax.eval_shape(build, unflatten(padded))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

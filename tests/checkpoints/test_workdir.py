@@ -20,7 +20,7 @@ from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import flatten, init_params, unflatten
 from jetmoe_jax.models.registry import model_spec
 from jetmoe_jax.models.vit import ViT
-from jetmoe_jax.training.sharding import make_mesh, tree_shardings
+from jetmoe_jax.training.sharding import make_mesh, pad_experts, tree_shardings
 
 MODEL = ViT(
     image_size=8,
@@ -315,12 +315,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_attribute(workdir):
 def test_a_checkpoint_of_eight_devices_is_restored_on_others(initial, tmp_path, devices, expert):
     def placed(expert, devices):
         mesh = make_mesh(expert, jax.devices()[:devices])
-        tree = dict(params=unflatten(initial), ema=unflatten(params_at(initial, 3)))
+        trees = dict(params=initial, ema=params_at(initial, 3))
+        tree = {name: unflatten(pad_experts(tree, mesh)) for name, tree in trees.items()}
         return jax.device_put(tree, tree_shardings(tree, mesh))
 
-    before = placed(4, 8)
+    before = placed(8, 8)
     kernel = flatten(before['params'])[EXPERT_KERNEL]
-    assert kernel.sharding.mesh.shape == {'data': 2, 'expert': 4}
+    assert kernel.shape[0] == 8 and initial[EXPERT_KERNEL].shape[0] == 4  # four of padding
     assert kernel.addressable_shards[0].data.shape[0] == 1
     store = CheckpointStore(tmp_path)
     store.save(2, before, dict(meta=META))
