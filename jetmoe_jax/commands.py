@@ -90,8 +90,8 @@ def _parse(argv: Sequence[str], required: Sequence[str]) -> list[str]:
         for name in required:
             if flags.FLAGS[name].value is None:
                 raise UserError(f'--{name} is missing; see --help.')
-            if hasattr(flags.FLAGS[name], 'config_filename'):
-                _check_loaded(flags.FLAGS[name])
+        if 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
+            _check_loaded(flags.FLAGS['config'])
         return rest
     except (UserError, flags.Error, OSError) as error:
         message = ' '.join(str(error).split())

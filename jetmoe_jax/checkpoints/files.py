@@ -1,7 +1,8 @@
 """State dicts on disk and on the hub: tensors under timm's names, whatever wrote them."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jetmoe_jax.checkpoints.tensors import StateDict, strip_prefix, unreadable
 from jetmoe_jax.checkpoints.transformers import from_dinov2, from_transformers
 from jetmoe_jax.errors import UserError
 
-__all__ = ['METADATA_KEY', 'StateDict', 'read_state_dict', 'write_state_dict']
+__all__ = ['METADATA_KEY', 'StateDict', 'StateDictWriter', 'read_state_dict', 'write_state_dict']
 
 # Key of a safetensors file's metadata under which we keep what shapes cannot tell (see load.py).
 METADATA_KEY = 'jetmoe_jax'
@@ -69,11 +70,61 @@ def write_state_dict(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + '.partial')
-    # One key only: safetensors writes several in any order, and the bytes are to be the same.
-    metadata = {METADATA_KEY: json.dumps(dict(hints))} if hints else {'format': 'pt'}
-    save_file(dict(tensors), partial, metadata=metadata)
+    save_file(dict(tensors), partial, metadata=_metadata(hints))
     partial.chmod(0o644)  # safetensors makes it the owner's alone
     partial.replace(path)
+
+
+class StateDictWriter:
+    """Writes a `.safetensors` file of float32 tensors one by one, in any order.
+
+    The bytes are those of `write_state_dict`. The file has the name it was given from the start:
+    the caller moves it when it is whole.
+
+    Args:
+      shapes: name -> shape of every tensor.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        shapes: Mapping[str, Sequence[int]],
+        hints: Mapping[str, Any] | None = None,
+    ):
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        header: dict[str, Any] = {'__metadata__': _metadata(hints)}
+        self._begins, end = {}, 0
+        for name, shape in sorted(self._shapes.items()):
+            self._begins[name], end = end, end + 4 * math.prod(shape)
+            offsets = [self._begins[name], end]
+            header[name] = {'dtype': 'F32', 'shape': list(shape), 'data_offsets': offsets}
+        text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
+        text += b' ' * (-len(text) % 8)
+        self._missing, self._start = set(self._shapes), 8 + len(text)
+        self._file = open(path, 'wb')  # noqa: SIM115
+        self._file.write(len(text).to_bytes(8, 'little') + text)
+
+    def write(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Writes tensors at their places."""
+        for name, value in tensors.items():
+            if value.shape != self._shapes[name] or value.dtype != np.float32:
+                raise ValueError(f'{name}: {value.dtype} {value.shape}, not {self._shapes[name]}')
+            self._file.seek(self._start + self._begins[name])
+            self._file.write(np.require(value, requirements='C').data)
+            self._missing.discard(name)
+
+    def close(self) -> None:
+        """Ends the file, in which every tensor must have been written."""
+        self._file.close()
+        if self._missing:
+            raise ValueError(
+                f'{len(self._missing)} tensors are missing, {min(self._missing)} first'
+            )
+
+
+def _metadata(hints: Mapping[str, Any] | None) -> dict[str, str]:
+    """One key only: safetensors writes several in any order, and the bytes are to be the same."""
+    return {METADATA_KEY: json.dumps(dict(hints))} if hints else {'format': 'pt'}
 
 
 def _check_path(path: Path) -> None:

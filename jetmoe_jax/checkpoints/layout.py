@@ -1,8 +1,8 @@
 """How a model's parameters lie in a file: the names and layouts of its family."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from jetmoe_jax.checkpoints import convnext, names
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.convnext import ConvNeXt
-from jetmoe_jax.models.parameters import FlatParams
+from jetmoe_jax.models.parameters import FlatParams, param_shapes
 
 
 class Layout(NamedTuple):
@@ -41,14 +41,25 @@ def state_dict(model: nn.Module, params: FlatParams) -> dict[str, np.ndarray]:
     Raises:
       UserError: a parameter has no name there, as those of the baseline MoE layers.
     """
-    to_tensors = layout_of(model).to_tensors
-    tensors: dict[str, np.ndarray] = {}
+    values = {path: np.asarray(value) for path, value in params.items()}
+    tensors = _named(layout_of(model).to_tensors, values)
+    # np.ascontiguousarray would give the scalars among them an axis.
+    return {name: np.require(value, requirements='C') for name, value in tensors.items()}
+
+
+def state_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's `state_dict`, which raises the same."""
+    shapes = {path: leaf.shape for path, leaf in param_shapes(model).items()}
+    return _named(layout_of(model).tensor_shapes, shapes)
+
+
+def _named(convert: Callable[[str, Any], Mapping[str, Any]], params: FlatParams) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
     for path, value in params.items():
         try:
-            tensors |= to_tensors(path, np.asarray(value))
+            tensors |= convert(path, value)
         except KeyError as error:
             raise UserError(
                 f"{path} has no name in timm's or MoE Jetpack's files; write a folder instead."
             ) from error
-    # np.ascontiguousarray would give the scalars among them an axis.
-    return {name: np.require(value, requirements='C') for name, value in tensors.items()}
+    return tensors

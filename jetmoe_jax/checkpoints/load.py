@@ -171,6 +171,17 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint, dtype: Any = np.fl
 
     What shapes cannot tell (num_heads, pool, mean, std, class names) goes into the file's metadata.
     """
+    tensors = {}
+    for name, value in state_dict(checkpoint.model, checkpoint.params).items():
+        with np.errstate(over='ignore'):
+            tensors[name] = value.astype(dtype)
+        if np.isfinite(value).all() and not np.isfinite(tensors[name]).all():
+            raise UserError(f'tensor {name} is too large for {np.dtype(dtype)}; write float32.')
+    write_state_dict(path, tensors, hints_of(checkpoint))
+
+
+def hints_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What shapes cannot tell of a checkpoint, as the metadata of its file."""
     model = checkpoint.model
     hints = {name: getattr(model, name) for name in _UNTOLD if hasattr(model, name)}
     hints |= {name: getattr(checkpoint, name) for name in _PREPROCESSING}
@@ -178,13 +189,7 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint, dtype: Any = np.fl
         hints['moe'] = {
             name: model.moe.get(name, getattr(SpheroMoE, name)) for name in _UNTOLD_OF_MOE
         }
-    tensors = {}
-    for name, value in state_dict(model, checkpoint.params).items():
-        with np.errstate(over='ignore'):
-            tensors[name] = value.astype(dtype)
-        if np.isfinite(value).all() and not np.isfinite(tensors[name]).all():
-            raise UserError(f'tensor {name} is too large for {np.dtype(dtype)}; write float32.')
-    write_state_dict(path, tensors, hints)
+    return hints
 
 
 def _take(tensors: dict[str, np.ndarray], name: str, path: str, source: str) -> np.ndarray:

@@ -36,16 +36,11 @@ def calibrate(
     Raises:
       UserError: there is no image to take, or one cannot be read.
     """
-    if images < 1 or len(source) < 1:
-        raise UserError(
-            f'{images} calibration images are asked for and {source.name} has {len(source)}; '
-            'both must be at least 1.'
-        )
-    chosen = generator(seed).permutation(len(source))[:images]
+    chosen = calibration_images(source, images, seed)
     size = predecessor.model.image_shape
     transform = partial(eval_transform, image_size=size, crop_fraction=crop_fraction)
     batch_size = IMAGES_AT_ONCE * jax.device_count()  # fewer images are filled up to that
-    loader = eval_batches(Subset(source, chosen), transform, batch_size=batch_size)
+    loader = eval_batches(chosen, transform, batch_size=batch_size)
     batches = -(-len(chosen) // batch_size)
     loader = tqdm(loader, 'calibrating', batches, unit='batch', leave=False, disable=None)
     return collect_statistics(
@@ -61,6 +56,20 @@ def calibrate(
             std=list(predecessor.std),
         ),
     )
+
+
+def calibration_images(source: Source, images: int, seed: int = 0) -> 'Subset':
+    """`images` random images of a source, or all it has, in random order.
+
+    Raises:
+      UserError: there is no image to take.
+    """
+    if images < 1 or len(source) < 1:
+        raise UserError(
+            f'{images} calibration images are asked for and {source.name} has {len(source)}; '
+            'both must be at least 1.'
+        )
+    return Subset(source, generator(seed).permutation(len(source))[:images])
 
 
 class Subset:

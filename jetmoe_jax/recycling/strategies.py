@@ -79,6 +79,21 @@ def recycled_parts(
     return record, _parts(successor, donors, recipe, statistics, record)
 
 
+def dense_counterpart(
+    successor: Model, donors: Donors, recipe: Recipe, statistics: Statistics | None = None
+) -> tuple[Model, FlatParams]:
+    """The dense model, without a head, whose MLPs the MoE layers replace: with its parameters.
+
+    It is the same-size checkpoint, or the predecessor reduced as all is that is no expert (with
+    branches, the mean of all).
+    """
+    model = successor.clone(moe_blocks=(), moe=None, num_classes=0)
+    merged = (donors.dense, *donors.branches)
+    reduction = _reduction(successor, donors, recipe, statistics)
+    shapes = param_shapes(model)
+    return model, {p: _merged(p, leaf.shape, merged, reduction) for p, leaf in shapes.items()}
+
+
 def inherit(successor: Model, donor: Model, given: Collection[str] = ()) -> Model:
     """The successor with the variant of its donor: patch size, registers, layer scale and so on.
 
@@ -98,16 +113,7 @@ def _parts(
     statistics: Statistics | None,
     record: Record,
 ) -> Iterator[FlatParams]:
-    reduction = dense.whole(donors.dense.model)
-    if donors.reduced:
-        reduction = dense.make_reduction(
-            successor,
-            donors.predecessor.model,
-            recipe.non_experts,
-            statistics,
-            recipe.metric,
-            recipe.seed,
-        )
+    reduction = _reduction(successor, donors, recipe, statistics)
     fresh_seed = _fresh_seed(recipe.seed)
     merged = (donors.dense, *donors.branches)
     shapes = param_shapes(successor)
@@ -141,6 +147,22 @@ def _parts(
             sets, width = reduction.mlp_sets(block), shared.shape[1]
             experts |= shared_expert(merged, block, sets, width, record)
         yield experts
+
+
+def _reduction(
+    successor: Model, donors: Donors, recipe: Recipe, statistics: Statistics | None
+) -> dense.Reduction:
+    """How the checkpoint that gives all but the experts is brought to the successor's size."""
+    if not donors.reduced:
+        return dense.whole(donors.dense.model)
+    return dense.make_reduction(
+        successor,
+        donors.predecessor.model,
+        recipe.non_experts,
+        statistics,
+        recipe.metric,
+        recipe.seed,
+    )
 
 
 def _merged(

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -138,8 +139,50 @@ def parse_experts(text: str) -> dict[str, int]:
     return {'core_experts': int(core), 'universal_experts': int(universal)}
 
 
-def check_config(config: ConfigDict) -> None:
+def override_recycling(config: ConfigDict, given: Mapping[str, Any]) -> ConfigDict:
+    """A config to recycle by, with single values of another: those of the command's flags.
+
+    Args:
+      given: values by short names, those that are None left out: model, dense, dense_same, data,
+        image_size, num_classes, seed, layer, experts ('98+196', or one number for the layers with
+        one kind of experts), and every key of `config.recycle`.
+
+    Raises:
+      UserError: `experts` is not what the layer takes, or a value makes no sense.
+    """
+    c = ConfigDict(config.to_dict())
+    given = {name: value for name, value in given.items() if value is not None}
+    moe = dict(c.model_overrides.get('moe') or {})
+    before = moe.get('layer', 'spheromoe')
+    layer = given.pop('layer', before)
+    if layer != before:  # it has other arguments
+        moe = {} if layer == 'spheromoe' else {'layer': layer}
+    if experts := given.pop('experts', None):
+        moe |= parse_experts(experts) if layer == 'spheromoe' else {'num_experts': _count(experts)}
+    for name, value in given.items():
+        node = c
+        if name in c.recycle:
+            node = c.recycle
+        elif name in ('image_size', 'num_classes'):
+            node = c.model_overrides
+        elif name == 'data':
+            node, name = c.data, 'name'
+        node[name] = tuple(value) if isinstance(value, list) else value
+    c.model_overrides.moe = moe
+    c.init, c.compare_random = 'recycled', False
+    if not c.dense:
+        raise UserError(
+            "there is no dense checkpoint to recycle; give the predecessor's by --dense."
+        )
+    check_config(c, needs_data=False)
+    return c
+
+
+def check_config(config: ConfigDict, needs_data: bool = True) -> None:
     """Refuses keys that do not exist and values that make no sense.
+
+    Args:
+      needs_data: whether images must be named.
 
     Raises:
       UserError: naming the key, its value and what would do.
@@ -152,7 +195,7 @@ def check_config(config: ConfigDict) -> None:
             f"config.init is {config.init!r} and config.dense is empty; give a dense checkpoint's "
             'path, or init=random.'
         )
-    if not config.data.name:
+    if needs_data and not config.data.name:
         raise UserError('config.data.name is empty; give a folder of train/CLASS/*, val/CLASS/*.')
     if config.dtype not in ('float32', 'bfloat16'):
         raise UserError(f'config.dtype is {config.dtype!r}; use float32 or bfloat16.')
@@ -177,6 +220,12 @@ def recipe_of(config: ConfigDict) -> Recipe:
     """
     names = ('strategy', 'metric', 'non_experts', 'ratio', 'communities')
     return Recipe(**{name: config.recycle[name] for name in names}, seed=config.seed)
+
+
+def _count(experts: str) -> int:
+    if not experts.isdigit():
+        raise UserError(f'experts={experts}: this layer has one kind; write one whole number.')
+    return int(experts)
 
 
 def _check_keys(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
