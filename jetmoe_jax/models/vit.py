@@ -20,6 +20,7 @@ from jetmoe_jax.models.layers import (
 )
 from jetmoe_jax.moe.layers import make_layer
 from jetmoe_jax.moe.mlp import Dense, Dtype, LayerNorm, Mlp, linear_init
+from jetmoe_jax.moe.noise import Dropout
 
 POOLS = ('token', 'avg')
 
@@ -95,7 +96,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         y = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm1')(x)
         y = Attention(self.num_heads, self.qk_norm, self.dtype, name='attn')(y)
-        y = nn.Dropout(self.dropout, deterministic=not train)(y)
+        y = Dropout(self.dropout, deterministic=not train)(y)
         x = x + self._residual(y, 'ls1', train)
 
         y = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm2')(x)
@@ -199,7 +200,7 @@ class ViT(nn.Module):
         d, b = self.width, images.shape[0]
         x = self._patch_embed(images)
         x = self._add_prefix_and_position(x)
-        x = nn.Dropout(self.dropout, deterministic=not train)(x)
+        x = Dropout(self.dropout, deterministic=not train)(x)
         if self.pre_norm:
             x = LayerNorm(epsilon=1e-6, dtype=self.dtype, name='norm_pre')(x)
 

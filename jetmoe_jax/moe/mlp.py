@@ -12,6 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jetmoe_jax.moe.noise import Dropout
+
 Dtype = Any
 Initializer = Callable[..., jax.Array]
 
@@ -104,6 +106,6 @@ class Mlp(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         h = gelu(Dense(self.hidden, dtype=self.dtype, name='fc1')(x))
         self.sow('intermediates', 'mlp_act', h)
-        h = nn.Dropout(self.dropout, deterministic=not train)(h)
+        h = Dropout(self.dropout, deterministic=not train)(h)
         y = Dense(x.shape[-1], dtype=self.dtype, name='fc2')(h)
-        return nn.Dropout(self.dropout, deterministic=not train)(y)
+        return Dropout(self.dropout, deterministic=not train)(y)

@@ -14,6 +14,7 @@ from jetmoe_jax.errors import UserError
 from jetmoe_jax.moe.experts import Experts, expert_dropout, expert_width
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype
+from jetmoe_jax.moe.noise import normal
 from jetmoe_jax.moe.spheromoe import softmax_over_slots, softmax_over_tokens
 
 
@@ -42,7 +43,7 @@ def soft_logits(x: jax.Array, mu: jax.Array, scale: jax.Array) -> jax.Array:
         K *= scale
     else:
         Q *= scale
-    return jnp.einsum('bnd,des->bnes', K, Q)
+    return jnp.einsum('bnd,des->bnes', K, Q, precision='highest')
 
 
 def soft_routing(L: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -140,7 +141,7 @@ class SoftMoE(nn.Module):
         L = soft_logits(x, mu, scale)
         noise = 0.0
         if train and self.noise:
-            noise = jax.random.normal(self.make_rng('noise'), L.shape) / e
+            noise = normal(self.make_rng('noise'), L.shape) / e
         D, C = soft_routing(L + noise)
         sow_metrics(self, routing_metrics(D, C) | soft_metrics(D, C, mu))
         sow_losses(self, {'z_loss': (self.z_weight, router_z_loss(L))})

@@ -23,6 +23,7 @@ from jetmoe_jax.moe.metrics import (
     sow_metrics,
 )
 from jetmoe_jax.moe.mlp import Dense, Dtype, Mlp
+from jetmoe_jax.moe.noise import normal
 
 LOSS_SCOPES = ('image', 'batch')
 
@@ -186,10 +187,11 @@ class SparseMoE(nn.Module):
         self._check()
         d, e = x.shape[-1], self.num_experts
         router = Dense(e, use_bias=False, kernel_init=nn.initializers.lecun_normal(), name='router')
-        L = router(x.astype(jnp.float32))
+        with jax.default_matmul_precision('highest'):
+            L = router(x.astype(jnp.float32))
         noisy = L
         if train and self.noise:
-            noisy = L + jax.random.normal(self.make_rng('noise'), L.shape) / e
+            noisy = L + normal(self.make_rng('noise'), L.shape) / e
         gates = jax.nn.softmax(noisy)
 
         D, C = self.route(gates)

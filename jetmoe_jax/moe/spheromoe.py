@@ -16,6 +16,7 @@ from jetmoe_jax.moe.entmax import entmax15
 from jetmoe_jax.moe.experts import Experts, expert_dropout, expert_width
 from jetmoe_jax.moe.metrics import router_z_loss, routing_metrics, sow_losses, sow_metrics
 from jetmoe_jax.moe.mlp import Dtype, LayerNorm
+from jetmoe_jax.moe.noise import normal
 
 # Both softmaxes are taken over a last axis: XLA's CPU backend takes ten times as long over an inner
 # one, and thirty times as long over two together.
@@ -218,10 +219,10 @@ class SpheroMoE(nn.Module):
             query = LayerNorm(epsilon=1e-5, name='query_norm')(query)
         K, Q = l2norm(key), l2norm(query) if self.query_l2norm else query
 
-        L = jnp.einsum('bnd,esd->bnes', K, Q)
+        L = jnp.einsum('bnd,esd->bnes', K, Q, precision='highest')
         noise = 0.0
         if train and self.noise:
-            noise = jax.random.normal(self.make_rng('noise'), L.shape) / e
+            noise = normal(self.make_rng('noise'), L.shape) / e
         D = softmax_over_tokens(L / T[0] + noise)
         C = COMBINE[self.combine](L / T[1] + noise)
         sow_losses(self, {'z_loss': (self.z_weight, router_z_loss(L / T[1]))})
