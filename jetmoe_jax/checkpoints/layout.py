@@ -35,6 +35,24 @@ def layout_of(model: nn.Module) -> Layout:
     return Layout(names.tensor_names, names.to_tensors, names.from_tensors, 'head')
 
 
+def with_own_names(layout: Layout) -> Layout:
+    """The layout, but what has no name in files keeps its path and shape: for use in memory."""
+
+    def unnamed(path: str) -> bool:
+        try:
+            layout.tensor_names(path)
+        except KeyError:
+            return True
+        return False
+
+    return Layout(
+        lambda path: (path,) if unnamed(path) else layout.tensor_names(path),
+        lambda path, value: {path: value} if unnamed(path) else layout.to_tensors(path, value),
+        lambda path, values: values[0] if unnamed(path) else layout.from_tensors(path, values),
+        layout.head,
+    )
+
+
 def state_dict(model: nn.Module, params: FlatParams) -> dict[str, np.ndarray]:
     """Flat parameters -> a state dict with timm's and MoE Jetpack's names and layouts.
 

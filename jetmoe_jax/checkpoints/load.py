@@ -10,7 +10,7 @@ import numpy as np
 
 from jetmoe_jax.checkpoints.architecture import HEAD_WIDTH, infer_model
 from jetmoe_jax.checkpoints.files import StateDict, read_state_dict, write_state_dict
-from jetmoe_jax.checkpoints.layout import layout_of, state_dict
+from jetmoe_jax.checkpoints.layout import Layout, layout_of, state_dict
 from jetmoe_jax.checkpoints.resample import resample_pos_embed
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.convnext import ConvNeXt
@@ -112,15 +112,23 @@ def load_checkpoint(
 
 
 def fit(
-    model: Model, state: StateDict, *, allow_nonfinite: bool = False, seed: int = 0
+    model: Model,
+    state: StateDict,
+    *,
+    layout: Layout | None = None,
+    allow_nonfinite: bool = False,
+    seed: int = 0,
 ) -> tuple[FlatParams, LoadReport]:
     """The parameters of `model` from a state dict, resampled where the patch grid differs.
+
+    Args:
+      layout: of the state dict; the family's, when None.
 
     Raises:
       UserError: a tensor is missing, left over, not finite, or of another shape than the model's.
     """
     report = LoadReport(state.path, left_out=dict(state.left_out))
-    layout = layout_of(model)
+    layout = layout or layout_of(model)
     tensors = dict(state.tensors)
     head = tensors.get(f'{layout.head}.weight')
     classes = 0 if head is None else len(head)

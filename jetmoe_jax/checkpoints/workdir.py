@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from jetmoe_jax.checkpoints.files import StateDict
-from jetmoe_jax.checkpoints.layout import state_dict
+from jetmoe_jax.checkpoints.layout import layout_of, with_own_names
 from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, fit, load_checkpoint
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import FlatParams, flatten, param_shapes, unflatten
@@ -267,8 +267,13 @@ def _changed(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> Checkpoint:
     model = from_spec(
         model_spec(checkpoint.model), **{k: v for k, v in changes.items() if k not in options}
     )
-    tensors = state_dict(checkpoint.model, checkpoint.params)
-    hints = {'image_size': checkpoint.model.image_size}
-    params, report = fit(model, StateDict(checkpoint.report.source, tensors, hints), **options)
+    layout = with_own_names(layout_of(checkpoint.model))
+    tensors: dict[str, np.ndarray] = {}
+    for path, value in checkpoint.params.items():
+        tensors |= layout.to_tensors(path, value)
+    state = StateDict(
+        checkpoint.report.source, tensors, {'image_size': checkpoint.model.image_size}
+    )
+    params, report = fit(model, state, layout=layout, **options)
     names = checkpoint.class_names if len(checkpoint.class_names) == model.num_classes else ()
     return replace(checkpoint, model=model, params=params, report=report, class_names=names)
