@@ -6,6 +6,7 @@ JSON, so that it stands on its own.
 """
 
 import contextlib
+import fcntl
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -128,6 +129,27 @@ def _quiet_threads() -> Iterator[None]:
         raise
     finally:
         sys.excepthook, sys.unraisablehook = hooks
+
+
+@contextlib.contextmanager
+def in_use(workdir: str | Path) -> Iterator[None]:
+    """Holds a workdir for this run; a second one at the same time is refused.
+
+    Raises:
+      UserError: another process holds it.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
+    Path(workdir).mkdir(parents=True, exist_ok=True)
+    with (Path(workdir) / 'lock').open('w') as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f'{workdir} is in use by another run; wait for its end or choose another --workdir.'
+            ) from None
+        yield
 
 
 def check_same_model(

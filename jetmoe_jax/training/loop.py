@@ -21,6 +21,7 @@ from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport
 from jetmoe_jax.checkpoints.workdir import (
     CheckpointStore,
     check_same_model,
+    in_use,
     load_workdir,
     meta_of,
 )
@@ -112,6 +113,7 @@ def _train(config: ConfigDict, workdir: Path, opened: contextlib.ExitStack) -> M
     # State: of the newest checkpoint, or new.
     schedule = make_schedule(config.optimizer, steps, steps_per_epoch)
     optimizer = make_optimizer(config.optimizer, schedule, model.blocks)
+    opened.enter_context(in_use(workdir))
     store = CheckpointStore(workdir, keep=config.keep_checkpoints)
     opened.callback(store.close)
     restored = store.latest_step()

@@ -12,6 +12,7 @@ from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, save_checkpoint
 from jetmoe_jax.checkpoints.workdir import (
     CheckpointStore,
     check_same_model,
+    in_use,
     load_workdir,
     open_checkpoint,
     save_workdir,
@@ -341,3 +342,10 @@ def test_a_checkpoint_of_eight_devices_is_restored_on_others(initial, tmp_path, 
     for path, value in initial.items():
         np.testing.assert_array_equal(restored[path], value, err_msg=path)
         np.testing.assert_array_equal(flatten(trees['ema'])[path], value + np.float32(3))
+
+
+def test_a_second_run_in_a_workdir_is_refused_until_the_first_ends(tmp_path):
+    with in_use(tmp_path), pytest.raises(UserError, match='in use by another run; wait'):
+        in_use(tmp_path).__enter__()
+    with in_use(tmp_path):
+        pass
