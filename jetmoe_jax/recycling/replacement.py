@@ -56,7 +56,8 @@ class Replacement:
             jax.device_put(_below(prefix, params))
             for prefix, params in ((f'{block}/moe/', moe), (f'{block}/mlp/', self._params))
         )
-        return float(np.mean([relative_errors(layer, moe, mlp, x) for x in self._inputs[block]]))
+        errors = [relative_errors(layer, moe, mlp, x) for x in self._inputs[block]]
+        return float(np.mean(np.concatenate(errors)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
