@@ -151,8 +151,7 @@ def no_compiling(monkeypatch):
     monkeypatch.setattr(strategies, 'init_params', zeros)
 
 
-@pytest.mark.parametrize('name', ['out', 'out.safetensors'])
-@pytest.mark.parametrize('error', [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize('name, error', [('out', KeyboardInterrupt), ('out.safetensors', OSError)])
 def test_what_is_interrupted_leaves_nothing(
     folder, tmp_path, monkeypatch, no_compiling, name, error
 ):
