@@ -30,7 +30,8 @@ def get_config(arg=None):
     c.model_overrides.drop_path = 0.1
     # Stage 4 has a quarter of the tokens, so a quarter of the experts, an even number: 24 + 48.
     experts = {
-        path: (0, 0, count, count // 8 * 2) for path, count in parse_experts(arg.experts).items()
+        path: (0, 0, count, count // 8 * 2 or min(count, 2))
+        for path, count in parse_experts(arg.experts).items()
     }
     c.model_overrides.moe = ablate(setting(arg.layer) | experts, arg.ablation)
     c.init = arg.init

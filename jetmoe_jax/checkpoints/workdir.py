@@ -7,6 +7,7 @@ JSON, so that it stands on its own.
 
 import contextlib
 import fcntl
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ from jetmoe_jax.models.parameters import FlatParams, flatten, param_shapes, unfl
 from jetmoe_jax.models.registry import from_spec, model_spec
 
 FOLDER = 'checkpoints'
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointStore:
@@ -93,9 +96,11 @@ class CheckpointStore:
     def restore(self, step: int, **trees: Any) -> dict[str, Any]:
         """The named pytrees, into the given shapes and shardings, on any device count.
 
-        An array's end is cut off or zeros are appended where its shape is another: experts are
-        padded for the devices they are on. That the model is the same one is for `meta` to tell.
+        Experts are padded for the devices that they were on: what is stored is cut off or extended
+        by zeros to what is asked for.
         """
+        for name, tree in trees.items():
+            self._check_shapes(step, name, tree)
         items = {name: ocp.args.StandardRestore(tree, strict=False) for name, tree in trees.items()}
         return dict(self._restore(step, **items))
 
@@ -104,6 +109,28 @@ class CheckpointStore:
         self._manager.wait_until_finished()
         self._manager.close()
 
+    def _check_shapes(self, step: int, name: str, tree: Any) -> None:
+        """Refuses arrays of another shape than those of `tree`, but for the padding of experts."""
+        shapes = param_shapes(from_spec(self.meta(step)['model']))
+        experts = {path: leaf.shape[0] for path, leaf in shapes.items() if 'experts/' in path}
+        try:
+            metadata = ocp.StandardCheckpointHandler().metadata(self.folder / str(step) / name)
+        except Exception:  # damaged: restoring says how
+            return
+        stored = {path: tuple(leaf.shape) for path, leaf in _leaves(metadata)}
+        for path, leaf in _leaves(tree):
+            found = stored.get(path, leaf.shape)  # that one is missing is for Orbax to say
+            least = next((e for expert, e in experts.items() if path.endswith(expert)), None)
+            padded = least is not None and found[1:] == leaf.shape[1:] and found[0] >= least
+            if found != leaf.shape and not padded:
+                raise self._unreadable(step, f'its {path} is {found}, the model has {leaf.shape}')
+
+    def _unreadable(self, step: int, why: str) -> UserError:
+        return UserError(
+            f'checkpoint {self.folder / str(step)} cannot be read: {why}; '
+            'delete that folder to go on from an earlier one.'
+        )
+
     def _restore(self, step: int, **items: Any) -> Any:
         try:
             with _quiet_threads():
@@ -111,10 +138,13 @@ class CheckpointStore:
         except Exception as error:  # Orbax raises bare Exceptions for damaged arrays
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             why = first_line.partition(' See full TensorStore details')[0].rstrip(' .')
-        raise UserError(
-            f'checkpoint {self.folder / str(step)} cannot be read: {why}; '
-            'delete that folder to go on from an earlier one.'
-        )
+        raise self._unreadable(step, why)
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of a pytree, or of Orbax's metadata of one."""
+    leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, 'tree', tree))
+    return [(jax.tree_util.keystr(path, simple=True, separator='/'), leaf) for path, leaf in leaves]
 
 
 @contextlib.contextmanager
@@ -149,6 +179,8 @@ def in_use(workdir: str | Path) -> Iterator[None]:
             raise UserError(
                 f'{workdir} is in use by another run; wait for its end or choose another --workdir.'
             ) from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning('%s cannot be locked against a second run (%s).', workdir, error)
         yield
 
 

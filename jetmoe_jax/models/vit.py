@@ -48,9 +48,8 @@ def _attend_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array
 def _attend_backward(residuals: tuple, c: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dL = P (dP - sum(dP P)), where sum(dP P) is sum(c y)."""
     q, k, v, P, total, y = residuals
-    c = c / total
-    mean = jnp.sum(c * y, axis=-1, keepdims=True)
-    c = c.astype(v.dtype)
+    c = (c / total).astype(v.dtype)  # rounded once, so that what is common to dP and mean cancels
+    mean = jnp.sum(c.astype(jnp.float32) * y, axis=-1, keepdims=True)
     dv = jnp.einsum('bhqk,bhqc->bhkc', P, c)
     dP = jnp.einsum('bhqc,bhkc->bhqk', c, v, preferred_element_type=jnp.float32)
     dL = (P * (dP - mean)).astype(q.dtype)

@@ -134,7 +134,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> ConfigDict:
 def parse_experts(text: str) -> dict[str, int]:
     """'98+196' -> 98 core and 196 universal experts, as arguments of SpheroMoE."""
     core, plus, universal = text.partition('+')
-    if not (plus and core.isdigit() and universal.isdigit()):
+    if not (plus and core.isdecimal() and universal.isdecimal()):
         raise UserError(f'experts={text}: write CORE+UNIVERSAL, for example 98+196.')
     return {'core_experts': int(core), 'universal_experts': int(universal)}
 
@@ -223,7 +223,7 @@ def recipe_of(config: ConfigDict) -> Recipe:
 
 
 def _count(experts: str) -> int:
-    if not experts.isdigit():
+    if not experts.isdecimal():
         raise UserError(f'experts={experts}: this layer has one kind; write one whole number.')
     return int(experts)
 

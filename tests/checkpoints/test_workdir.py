@@ -1,6 +1,7 @@
 """A workdir's checkpoints: what they hold, which are kept, damage, and other device counts."""
 
 import gc
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -349,3 +350,18 @@ def test_a_second_run_in_a_workdir_is_refused_until_the_first_ends(tmp_path):
         in_use(tmp_path).__enter__()
     with in_use(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    'path, shape',
+    [('head/kernel', (12, 3)), (EXPERT_KERNEL, (3, 12, 48)), (EXPERT_KERNEL, (4, 12, 9))],
+)
+def test_an_array_of_another_shape_is_refused_unless_it_is_padding(initial, tmp_path, path, shape):
+    store = CheckpointStore(tmp_path)
+    store.save(
+        0, dict(params=unflatten(initial | {path: np.ones(shape, np.float32)})), dict(meta=META)
+    )
+    store.close()
+    message = f'cannot be read: its {path} is {shape}, the model has {initial[path].shape}; delete'
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_workdir(tmp_path)

@@ -14,7 +14,7 @@ from jetmoe_jax.checkpoints.load import fit
 from jetmoe_jax.errors import UserError
 from jetmoe_jax.models.parameters import param_count, param_shapes, unflatten
 from jetmoe_jax.models.registry import create_model
-from jetmoe_jax.models.vit import ViT
+from jetmoe_jax.models.vit import ViT, attend
 
 REFERENCE = Path(__file__).parents[2] / 'third_party' / 'reference'
 
@@ -134,3 +134,24 @@ def test_wrong_arguments_are_named(wrong, message):
     with pytest.raises(UserError) as error:
         ViT(**(sizes | wrong)).init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize('offset', [0.0, 50.0])
+def test_attention_in_bfloat16_has_the_gradients_of_float32(offset):
+    """What all values have in common gives the queries and keys no gradient, nor its rounding."""
+    rng = np.random.default_rng(0)
+    q, k, v, c = rng.standard_normal((4, 2, 2, 33, 8)).astype(np.float32)
+    rounded = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v + offset, c)]
+
+    def gradients(q, k, v, c):
+        return jax.vjp(attend, q, k, v)[1](c)
+
+    def plain(q, k, v, c):
+        weights = lambda q, k: jax.nn.softmax(jnp.einsum('bhqc,bhkc->bhqk', q, k))  # noqa: E731
+        return jax.vjp(lambda q, k, v: weights(q, k) @ v, q, k, v)[1](c)
+
+    found = jax.jit(gradients)(*rounded)
+    for ours, theirs in zip(found, jax.jit(plain)(*map(jnp.float32, rounded)), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        error = np.abs(np.float32(ours) - theirs).max() / np.abs(theirs).max()
+        assert error < 0.03
