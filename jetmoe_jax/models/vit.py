@@ -37,18 +37,20 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _attend_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
     L = jnp.einsum('bhqc,bhkc->bhqk', q, k, preferred_element_type=jnp.float32)
-    P = jnp.exp(L - jnp.max(L, axis=-1, keepdims=True))
-    total = jnp.sum(P, axis=-1, keepdims=True)
-    P = P.astype(v.dtype)
+    P = jnp.exp(L - jnp.max(L, axis=-1, keepdims=True)).astype(v.dtype)
+    total = jnp.sum(P.astype(jnp.float32), axis=-1, keepdims=True)
     y = jnp.einsum('bhqk,bhkc->bhqc', P, v, preferred_element_type=jnp.float32) / total
-    y = y.astype(v.dtype)
-    return y, (q, k, v, P, total, y)
+    return y.astype(v.dtype), (q, k, v, P, total, y)
 
 
 def _attend_backward(residuals: tuple, c: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dL = P (dP - sum(dP P)), where sum(dP P) is sum(c y)."""
+    """dL = P (dP - sum(dP P)), where sum(dP P) is sum(c y).
+
+    P and c are rounded to the dtype once, before all that is made of them, and y is not: what dP
+    and its mean have in common then cancels.
+    """
     q, k, v, P, total, y = residuals
-    c = (c / total).astype(v.dtype)  # rounded once, so that what is common to dP and mean cancels
+    c = (c / total).astype(v.dtype)
     mean = jnp.sum(c.astype(jnp.float32) * y, axis=-1, keepdims=True)
     dv = jnp.einsum('bhqk,bhqc->bhkc', P, c)
     dP = jnp.einsum('bhqc,bhkc->bhqk', c, v, preferred_element_type=jnp.float32)
