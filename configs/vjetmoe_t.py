@@ -12,7 +12,7 @@ def get_config(arg=None):
         arg,
         dense='',  # the predecessor, which the experts come from
         dense_same='',  # a checkpoint of the same width, which the rest comes from (optional)
-        init='recycled',  # or 'random'
+        init='recycled',  # or 'random', or 'dense': the checkpoint `dense` as it is
         data='',  # a folder of train/CLASS/*, val/CLASS/*
         image_size=224,
         experts='98+196',  # core + universal

@@ -149,7 +149,7 @@ def fit(
             if value.shape != shape:
                 raise UserError(
                     f'{state.path}: tensor {name} has shape {value.shape}, the model expects '
-                    f'{shape}; check --num_heads, --image_size and the file.'
+                    f'{shape}; check experts, --num_heads and --image_size, and the file.'
                 )
             if not jnp.issubdtype(value.dtype, jnp.floating):
                 raise UserError(

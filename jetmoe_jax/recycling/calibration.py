@@ -1,5 +1,6 @@
 """Calibration: statistics of a dense checkpoint over images of a data source."""
 
+import logging
 from functools import partial
 
 import jax
@@ -15,6 +16,8 @@ from jetmoe_jax.errors import UserError
 from jetmoe_jax.recycling.collect import IMAGES_AT_ONCE, collect_statistics
 from jetmoe_jax.recycling.selection import generator
 from jetmoe_jax.recycling.statistics import Statistics
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -42,6 +45,7 @@ def calibrate(
     batch_size = IMAGES_AT_ONCE * jax.device_count()  # fewer images are filled up to that
     loader = eval_batches(chosen, transform, batch_size=batch_size)
     batches = -(-len(chosen) // batch_size)
+    logger.info('Calibrating on %d images of %d x %d pixels.', len(chosen), *size)
     loader = tqdm(loader, 'calibrating', batches, unit='batch', leave=False, disable=None)
     return collect_statistics(
         predecessor,

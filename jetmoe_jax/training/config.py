@@ -178,11 +178,12 @@ def override_recycling(config: ConfigDict, given: Mapping[str, Any]) -> ConfigDi
     return c
 
 
-def check_config(config: ConfigDict, needs_data: bool = True) -> None:
+def check_config(config: ConfigDict, needs_data: bool = True, needs_dense: bool = True) -> None:
     """Refuses keys that do not exist and values that make no sense.
 
     Args:
       needs_data: whether images must be named.
+      needs_dense: whether a dense checkpoint must be, where there is one to start from.
 
     Raises:
       UserError: naming the key, its value and what would do.
@@ -190,7 +191,7 @@ def check_config(config: ConfigDict, needs_data: bool = True) -> None:
     _check_keys(config, default_config(), '')
     if config.init not in INITS:
         raise UserError(f'config.init is {config.init!r}; use one of {", ".join(INITS)}.')
-    if config.init != 'random' and not config.dense:
+    if needs_dense and config.init != 'random' and not config.dense:
         raise UserError(
             f"config.init is {config.init!r} and config.dense is empty; give a dense checkpoint's "
             'path, or init=random.'

@@ -174,9 +174,15 @@ def _train(config: ConfigDict, workdir: Path, opened: contextlib.ExitStack) -> M
         if not all(math.isfinite(metrics[k]) for k in ('loss', 'grad_norm', 'param_norm')):
             raise UserError(_not_finite(step, metrics, ids, train_source, store))
 
+    def say_where_it_goes_on(kind: type | None, *_: Any) -> None:
+        if kind is KeyboardInterrupt:
+            logger.info('The same command goes on from step %d.', store.latest_step())
+
+    opened.push(say_where_it_goes_on)
     previous = None
     if restored is None:
         save(0, validate_and_log(0))
+    logger.info('The first step compiles the training step.')
     for step in range(first + 1, steps + 1):
         batch = next(batches)
         ids = batch.pop('index')
@@ -212,7 +218,7 @@ def evaluate_workdir(config: ConfigDict, workdir: str | Path) -> Metrics:
     Raises:
       UserError: the workdir has no checkpoint, or it belongs to other classes.
     """
-    check_config(config)
+    check_config(config, needs_dense=False)
     mesh = make_mesh(config.mesh.expert)
     check_batch(config.batch_size, mesh)
     saved = load_workdir(workdir, ema=config.ema_decay > 0, dtype=jnp.dtype(config.dtype))

@@ -144,7 +144,7 @@ def test_a_wrong_shape_is_told_with_the_tensor_and_both_shapes(
 
 
 def test_wrong_heads_are_told_where_the_shapes_can_tell_them(state, load):
-    with pytest.raises(UserError, match=r'k_norm\.\w+ has shape \(16,\), .* check --num_heads'):
+    with pytest.raises(UserError, match=r'k_norm\.\w+ has shape \(16,\), .* check experts'):
         load(state('vit_qknorm_prenorm'), num_heads=4)
 
 
