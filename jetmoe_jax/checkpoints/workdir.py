@@ -24,7 +24,7 @@ from jetmoe_jax.checkpoints.files import StateDict
 from jetmoe_jax.checkpoints.layout import layout_of, with_own_names
 from jetmoe_jax.checkpoints.load import Checkpoint, LoadReport, fit, load_checkpoint
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.parameters import FlatParams, flatten, param_shapes, unflatten
+from jetmoe_jax.models.parameters import FlatParams, flatten, named_leaves, param_shapes, unflatten
 from jetmoe_jax.models.registry import from_spec, model_spec
 
 FOLDER = 'checkpoints'
@@ -117,8 +117,9 @@ class CheckpointStore:
             metadata = ocp.StandardCheckpointHandler().metadata(self.folder / str(step) / name)
         except Exception:  # damaged: restoring says how
             return
-        stored = {path: tuple(leaf.shape) for path, leaf in _leaves(metadata)}
-        for path, leaf in _leaves(tree):
+        leaves = named_leaves(getattr(metadata, 'tree', metadata))
+        stored = {path: tuple(leaf.shape) for path, leaf in leaves}
+        for path, leaf in named_leaves(tree):
             found = stored.get(path, leaf.shape)  # that one is missing is for Orbax to say
             least = next((e for expert, e in experts.items() if path.endswith(expert)), None)
             padded = least is not None and found[1:] == leaf.shape[1:] and found[0] >= least
@@ -139,12 +140,6 @@ class CheckpointStore:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             why = first_line.partition(' See full TensorStore details')[0].rstrip(' .')
         raise self._unreadable(step, why)
-
-
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of a pytree, or of Orbax's metadata of one."""
-    leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, 'tree', tree))
-    return [(jax.tree_util.keystr(path, simple=True, separator='/'), leaf) for path, leaf in leaves]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,12 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(dict(flat), sep='/')
 
 
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """('a/b/0', leaf) for every leaf of any pytree, in its order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator='/'), leaf) for path, leaf in leaves]
+
+
 def param_shapes(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter, with no memory spent on them."""
     return flatten(jax.eval_shape(_init(model), jax.random.key(0)))

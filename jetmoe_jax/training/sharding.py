@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetmoe_jax.errors import UserError
-from jetmoe_jax.models.parameters import FlatParams
+from jetmoe_jax.models.parameters import FlatParams, named_leaves
 
 # (pattern of a path, spec): the first that is found anywhere in the path holds. The optimiser's
 # moments lie under the same paths, so that they are placed like the parameters.
@@ -73,7 +73,7 @@ def pad_experts(params: FlatParams, mesh: Mesh) -> FlatParams:
 
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every leaf of a pytree of parameters or of a train state."""
-    specs = [_spec(path) for path, _ in _paths(tree)]
+    specs = [_spec(path) for path, _ in named_leaves(tree)]
     treedef = jax.tree.structure(tree)
     return jax.tree.unflatten(treedef, [NamedSharding(mesh, spec) for spec in specs])
 
@@ -101,8 +101,3 @@ def on_mesh(function: Any, mesh: Mesh) -> Any:
 
 def _spec(path: str) -> P:
     return next(spec for pattern, spec in RULES if re.search(pattern, path))
-
-
-def _paths(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator='/'), leaf) for path, leaf in leaves]
