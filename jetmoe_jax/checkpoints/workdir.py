@@ -99,8 +99,10 @@ class CheckpointStore:
         Experts are padded for the devices that they were on: what is stored is cut off or extended
         by zeros to what is asked for.
         """
+        shapes = param_shapes(from_spec(self.meta(step)['model']))
+        experts = {path: leaf.shape[0] for path, leaf in shapes.items() if 'experts/' in path}
         for name, tree in trees.items():
-            self._check_shapes(step, name, tree)
+            self._check_shapes(step, name, tree, experts)
         items = {name: ocp.args.StandardRestore(tree, strict=False) for name, tree in trees.items()}
         return dict(self._restore(step, **items))
 
@@ -109,10 +111,12 @@ class CheckpointStore:
         self._manager.wait_until_finished()
         self._manager.close()
 
-    def _check_shapes(self, step: int, name: str, tree: Any) -> None:
-        """Refuses arrays of another shape than those of `tree`, but for the padding of experts."""
-        shapes = param_shapes(from_spec(self.meta(step)['model']))
-        experts = {path: leaf.shape[0] for path, leaf in shapes.items() if 'experts/' in path}
+    def _check_shapes(self, step: int, name: str, tree: Any, experts: Mapping[str, int]) -> None:
+        """Refuses arrays of another shape than those of `tree`, but for the padding of experts.
+
+        Args:
+          experts: path of every parameter of experts -> how many the model has.
+        """
         try:
             metadata = ocp.StandardCheckpointHandler().metadata(self.folder / str(step) / name)
         except Exception:  # damaged: restoring says how
